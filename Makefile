@@ -1,0 +1,56 @@
+# Gyre: the two commands are `make demo` and `make test`. Each does all its own set-up, and does it once.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+MINI := .venv-mini
+PIP = $(1)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+ENGINE ?= embedded
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+
+.PHONY: help demo test setup lint types imports unit system clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+demo: setup $(MINI)/.done ## a real model, harness, sandbox and two training steps, in a few minutes (ENGINE=sglang for the real SGLang server)
+	$(BIN)/gyre demo --engine $(ENGINE) --harness-venv $(MINI)
+
+test: setup lint types imports unit ## linters, types, import borders and the fast test suite
+
+setup: system $(VENV)/.done ## virtual environment with everything that the demo and the tests need
+
+system:
+	@scripts/system-packages.sh
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	@scripts/check-python.sh "$(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Gyre and its libraries into $(VENV) (once; a few minutes)"
+	@$(call PIP,$(VENV)) -c constraints.txt -e '.[backend,megatron,mooncake,export,plot,dev]'
+	@touch $@
+
+$(MINI)/.done: constraints-mini.txt
+	@test -x $(MINI)/bin/python || $(PYTHON) -m venv $(MINI)
+	@echo "installing mini-swe-agent, unmodified, into $(MINI) (once)"
+	@$(call PIP,$(MINI)) -c constraints-mini.txt mini-swe-agent
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+clean: ## remove the virtual environments and caches of this checkout (runs are kept)
+	rm -rf $(VENV) $(MINI) .venv-* .mypy_cache .ruff_cache .import_linter_cache .hypothesis

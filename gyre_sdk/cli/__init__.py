@@ -1,0 +1,5 @@
+"""The `gyre` command."""
+
+from gyre_sdk.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,140 @@
+"""What plays the agent in a sandbox: an installed CLI harness (by preset), the task's own solution, or nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+
+from gyre_sdk.errors import ConfigError, HarnessError
+from gyre_sdk.harness.preset import HarnessPreset, fill
+
+if TYPE_CHECKING:
+    from gyre_sdk.environments import Sandbox, Task
+
+CONFIG_DIR = "/tmp/gyre-harness"
+"""Where a harness's configuration and trajectory live inside the sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """What an agent is told about its execution."""
+
+    task: Task
+    instruction: str
+    base_url: str
+    """The gateway as seen from inside the sandbox, without /v1."""
+    token: str
+    model: str
+    deadline_s: float
+    log: Path
+    """File outside the sandbox that takes the harness's output."""
+    keep: Path
+    """Folder outside the sandbox that takes what the harness wrote about its run."""
+
+
+class Agent(Protocol):
+    """Runs one execution. A cancellation (the deadline, Ctrl-C) must end everything it started."""
+
+    name: str
+    needs_model: bool
+
+    def mounts(self) -> Mapping[Path, str]:
+        """Folders of this machine that must be visible read-only inside the sandbox, at the given paths."""
+        ...
+
+    async def run(self, sandbox: Sandbox, context: AgentContext) -> int:
+        """Returns the exit code. Raises HarnessError when the harness could not be started at all."""
+        ...
+
+
+class CliAgent:
+    """An unmodified CLI harness, started whole inside the sandbox."""
+
+    needs_model = True
+
+    def __init__(self, preset: HarnessPreset, install: Path | None = None) -> None:
+        self.preset = preset
+        self.name = preset.name
+        self.install = (install or Path(preset.install_dir)).expanduser().resolve()
+        self.executable = self._find_executable()
+
+    def _find_executable(self) -> str:
+        word = self.preset.command[0]
+        found = self.install / "bin" / word
+        if found.is_file():
+            return str(found)
+        raise ConfigError(
+            f"harness {self.name}: {word!r} is not in {self.install / 'bin'}. Install it: {self.preset.install}"
+        )
+
+    def mounts(self) -> Mapping[Path, str]:
+        """The installation, and the interpreter that its virtual environment stands on."""
+        wanted = [self.install]
+        config = self.install / "pyvenv.cfg"
+        if config.is_file():
+            settings = dict(
+                (part.strip() for part in line.split("=", 1))
+                for line in config.read_text().splitlines()
+                if "=" in line
+            )
+            home = Path(settings.get("home", "/usr/bin")).resolve()
+            if home.name == "bin" and home.parent != Path("/usr"):
+                wanted.append(home.parent)
+        return {path: str(path) for path in wanted}
+
+    def _values(self, context: AgentContext) -> dict[str, str]:
+        return {
+            "base_url": context.base_url,
+            "token": context.token,
+            "model": context.model,
+            "instruction": context.instruction,
+            "deadline_s": str(int(context.deadline_s)),
+            "workdir": context.task.workdir,
+            "config": CONFIG_DIR,
+            "install": str(self.install),
+        }
+
+    async def run(self, sandbox: Sandbox, context: AgentContext) -> int:
+        """Start the CLI, wait for it, keep its trajectory. Cancelling kills it."""
+        values = self._values(context)
+        await self._write_files(sandbox, values)
+        argv = [self.executable, *(fill(word, values) for word in self.preset.command[1:])]
+        path = f"{self.install / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        env = {"PATH": path, "HOME": f"{CONFIG_DIR}/home", "LANG": "C.UTF-8", "GYRE_DEADLINE_S": values["deadline_s"]}
+        env |= {key: fill(text, values) for key, text in self.preset.env.items()}
+        with context.log.open("ab") as log:
+            process = await sandbox.spawn(argv, cwd=context.task.workdir, env=env, stdout=log, stderr=log)
+            try:
+                code = await process.wait()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await process.kill()
+                    await self._keep_trajectory(sandbox, context)
+        if code == 127:
+            raise HarnessError(f"{self.name} could not be started in the sandbox; see {context.log}")
+        return code
+
+    async def _write_files(self, sandbox: Sandbox, values: Mapping[str, str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="gyre-") as folder:
+            (Path(folder) / "home").mkdir()
+            for name, text in self.preset.files.items():
+                target = Path(folder) / PurePosixPath(fill(name, values))
+                if not target.resolve().is_relative_to(Path(folder).resolve()):
+                    raise ConfigError(f"harness {self.name}: file {name!r} leaves the harness's own folder")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(fill(text, values))
+            await sandbox.upload(Path(folder), CONFIG_DIR)
+
+    async def _keep_trajectory(self, sandbox: Sandbox, context: AgentContext) -> None:
+        if not self.preset.trajectory:
+            return
+        source = fill(self.preset.trajectory, self._values(context))
+        found = await sandbox.exec(f"test -f '{source}'", timeout=10)
+        if found.rc == 0:
+            context.keep.mkdir(parents=True, exist_ok=True)
+            await sandbox.download(source, context.keep / PurePosixPath(source).name)

@@ -1,0 +1,99 @@
+"""A harness as data: how an installed CLI is pointed at the gateway, told its task and started inside the sandbox.
+
+A preset is a small TOML file. Strings in `command`, `env` and `files` may hold these placeholders:
+
+    {base_url}     the gateway, as seen from inside the sandbox, without `/v1`
+    {token}        the execution's secret: the harness's API key
+    {model}        the model's name
+    {instruction}  the task's instruction
+    {deadline_s}   seconds until the execution is killed
+    {workdir}      the task's working directory inside the sandbox
+    {config}       a private folder inside the sandbox; the keys of `files` are paths in it
+    {install}      the folder of the harness's installation on this machine, visible read-only inside the sandbox
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from gyre_sdk.errors import ConfigError
+
+PRESETS = Path(__file__).parent / "presets"
+PLACEHOLDERS = frozenset(
+    {"base_url", "token", "model", "instruction", "deadline_s", "workdir", "config", "install"}
+)
+_placeholder = re.compile(r"\{([a-z_]+)\}")
+
+
+class HarnessPreset(pydantic.BaseModel):
+    """One known harness. Unknown keys are refused."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    """What `--harness` is given."""
+    dialect: str
+    """Wire format it speaks: chat | responses | messages | gemini."""
+    command: tuple[str, ...]
+    """argv; the first word is found in {install}/bin or on the sandbox's PATH."""
+    install: str
+    """How to install it, for the error message when it is missing."""
+    install_dir: str = ".venv-mini"
+    """Folder of the installation, relative to the working directory, when the user names none."""
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}
+    """Path under {config} -> content."""
+    trajectory: str = ""
+    """Path of the harness's own record of the run, if it writes one; kept beside the WAL."""
+    exit_ok: tuple[int, ...] = (0,)
+    """Exit codes that mean the harness itself worked (whatever the model did)."""
+
+    @pydantic.model_validator(mode="after")
+    def _placeholders_are_known(self) -> HarnessPreset:
+        texts = [*self.command, *self.env.values(), self.trajectory]
+        unknown = {name for text in texts for name in _placeholder.findall(text)} - PLACEHOLDERS
+        if unknown:
+            known = ", ".join(sorted(PLACEHOLDERS))
+            raise ValueError(f"unknown placeholder {{{sorted(unknown)[0]}}}; known are {known}")
+        return self
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that ship with Gyre, sorted."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_preset(name_or_path: str) -> HarnessPreset:
+    """A shipped preset by name, or the user's own by the path of a .toml file. Raises ConfigError."""
+    own = name_or_path.endswith(".toml")
+    path = Path(name_or_path) if own else PRESETS / f"{name_or_path}.toml"
+    if not path.is_file():
+        what = f"no file {path}" if own else f"unknown harness {name_or_path!r}"
+        raise ConfigError(f"{what}; known are: {', '.join(preset_names())}; or give the path of a preset.toml")
+    try:
+        return HarnessPreset.model_validate(tomllib.loads(path.read_text()))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{path}: {first_problem(error)}") from error
+
+
+def first_problem(error: pydantic.ValidationError) -> str:
+    """The first validation problem as one line: where, and what was expected."""
+    problem: Any = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "file"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: no such setting{more}"
+    return f"{where}: {problem['msg']}{more}"
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace the known placeholders; other braces (JSON, Jinja, shell) stay as they are."""
+    return _placeholder.sub(lambda match: values.get(match.group(1), match.group(0)), text)
