@@ -1,0 +1,166 @@
+"""Starts the ranks of one Megatron replica as child processes, drives them all from one object, ends them all.
+
+Each rank runs `python -m gyre_backend.trainers.megatron_rank`. A rank leaves when its stdin ends, so none outlives
+its parent, however that died. Ranks meet through a file (no port to collide on) and talk over gloo or NCCL; the parent
+talks to each over its own socket pair. Whole-model tensors that both sides use live in anonymous shared memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gyre_backend.errors import TrainingError
+
+_ALIGN: Final = 64
+
+
+class SharedTensors:
+    """Named contiguous tensors in one anonymous memory file; freed with the last process that maps it."""
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, path: str | None = None
+    ) -> None:
+        """Without `path` a new, zeroed memory file is made; with the `path` of another one, that is mapped."""
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.dtype = dtype
+        size = dtype.itemsize
+        offsets, total = {}, 0
+        for name, shape in self.shapes.items():
+            offsets[name] = total
+            total += -(-_numel(shape) * size // _ALIGN) * _ALIGN // size
+        self._fd = -1
+        if path is None:
+            self._fd = os.memfd_create("gyre-megatron", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, total * size)
+            path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.path = path
+        """Opens the same memory in a process of the same user, while this one holds it."""
+        flat = torch.from_file(path, shared=True, size=total, dtype=dtype)
+        self.tensors = {
+            name: flat[offsets[name] : offsets[name] + _numel(shape)].view(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def close(self) -> None:
+        """Give the file handle back; the tensors stay valid as long as they are referenced."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class Ranks:
+    """The running ranks. Not thread-safe: one call at a time."""
+
+    def __init__(self, world: int, setup: Any, *, start_timeout: float = 300.0) -> None:
+        """Start `world` ranks and send each `setup` (picklable), which `megatron_rank.Rank` is built from.
+
+        Raises TrainingError with the rank's own message if one can't start.
+        """
+        self.world = world
+        self._folder = Path(tempfile.mkdtemp(prefix="gyre-megatron-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[multiprocessing.connection.Connection] = []
+        try:
+            for rank in range(world):
+                self._start(rank)
+            self.call("build", setup, timeout=start_timeout)
+        except BaseException:
+            self.close(grace=0.0)
+            raise
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "GYRE_RENDEZVOUS": str(self._folder / "rendezvous"),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        argv = [sys.executable, "-m", "gyre_backend.trainers.megatron_rank", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment, bufsize=0
+            )
+        self._processes.append(process)
+        self._links.append(multiprocessing.connection.Connection(ours.detach()))
+
+    def call(
+        self, op: str, *args: Any, each: Sequence[Any] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Run `op` on every rank and return their answers by rank. `each[rank]`, if given, is a last argument.
+
+        Raises TrainingError if any rank fails or dies; the others, perhaps waiting for it, are then ended too.
+        """
+        if not self._links:
+            raise TrainingError("the Megatron ranks have been closed")
+        try:
+            for rank, link in enumerate(self._links):
+                link.send((op, (*args, each[rank]) if each is not None else args))
+            return self._answers(op, timeout)
+        except BaseException:
+            self.close(grace=0.0)
+            raise
+
+    def _answers(self, op: str, timeout: float | None) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(answers) < self.world:
+            waiting = [link for rank, link in enumerate(self._links) if rank not in answers]
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            ready = multiprocessing.connection.wait(waiting, left)
+            if not ready:
+                late = sorted(set(range(self.world)) - set(answers))
+                raise TrainingError(f"Megatron ranks {late} did not finish {op!r} within {timeout:g} s")
+            for link in ready:
+                rank = self._links.index(link)  # type: ignore[arg-type]
+                answers[rank] = self._answer(rank, op)
+        return [answers[rank] for rank in range(self.world)]
+
+    def _answer(self, rank: int, op: str) -> Any:
+        try:
+            failed, value = self._links[rank].recv()
+        except (EOFError, ConnectionError):
+            code = self._processes[rank].wait()
+            raise TrainingError(f"Megatron rank {rank} died during {op!r} (exit status {code})") from None
+        if failed:
+            if isinstance(value, Exception):
+                raise value
+            raise TrainingError(f"Megatron rank {rank} failed during {op!r}: {value}")
+        return value
+
+    def close(self, *, grace: float = 5.0) -> None:
+        """End every rank: by asking, after `grace` seconds by killing. Safe to call twice."""
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._links, self._processes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
