@@ -13,6 +13,7 @@
     │   ├── UnauthorizedError          401
     │   └── SealedError                410: the execution has ended
     ├── CorruptRecordError(ValueError) a frame, WAL or export fails its checks; carries the byte offset
+    ├── StorageError                   a record could not be made durable: disk full, read-only, gone
     └── GraphError                     a record that the branch graph can't take
 """
 
@@ -98,6 +99,10 @@ class CorruptRecordError(GyreError, ValueError):
     def __init__(self, message: str, *, offset: int | None = None) -> None:
         super().__init__(message)
         self.offset = offset
+
+
+class StorageError(GyreError):
+    """A record could not be made durable (disk full, read-only, I/O error): what needed it must fail."""
 
 
 class GraphError(GyreError):

@@ -1,8 +1,11 @@
-"""What is recorded of an execution. A WAL is a sequence of these records; everything else is a fold over them.
+"""What is recorded of an execution. A WAL is a sequence of these records; everything else is a fold over
+them.
 
-Arrays travel as raw little-endian bytes: `ids` int32, `logprobs` float32. Times are seconds since the epoch (float).
-A prompt is stored as what it *adds*: the first `base_len` tokens of (prompt + output) of call `base_call`, then `delta`.
-A record type is never changed, only new ones (or new optional fields at the end) are added; see `VERSION`.
+Arrays travel as raw little-endian bytes: `ids` and `delta` int32, `logprobs` float32; `pack_ids`,
+`pack_floats`, `unpack_ids` and `unpack_floats` of `gyre_sdk.wire` convert them. Calls are numbered 0, 1, 2
+... in the order of their intents. Times are seconds since the epoch (float). A prompt is stored as what it
+*adds*: the first `base_len` tokens of (prompt + output) of call `base_call`, then `delta`. A record type is
+never changed, only new ones (or new optional fields at the end) are added; see `VERSION`.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How an execution ended. The outcome is not the reward: an invalid execution has no reward, a verified 0 is valid."""
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an execution ended. The outcome is not the reward: an invalid execution has no reward, a verified 0
+    is valid.
+    """
 
     status: Status
     reward: float | None = None
@@ -41,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing to grade: counts with reward 0 in the baseline and adds no tokens."""
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
     """First record of every WAL."""
 
     execution: str
@@ -54,7 +59,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     meta: dict[str, str] = {}
 
 
-class Intent(msgspec.Struct, frozen=True, kw_only=True, tag="intent"):
+class Intent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="intent"):
     """A call is about to be sent to the engine. Written, and on disk, before the engine sees it."""
 
     call: int
@@ -63,18 +68,22 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True, tag="intent"):
     base_call: int = -1
     base_len: int = 0
     delta: bytes = b""
-    sampling: dict[str, float | int | str | list[int]] = {}
+    sampling: dict[str, bool | float | int | str | list[int | str]] = {}
     marks: dict[str, str] = {}
-    """What the wire said about the call's place: harness headers (agent id, thread id), retry count, system digest, declared role ..."""
+    """What the wire said about the call's place: harness headers (agent id, thread id), retry count, system
+    digest, declared role ... The keys that lineage understands are listed in `gyre_sdk.graph.edges`.
+    """
     rerender: str = ""
-    """Why the prompt did not extend the context the messages came from; empty when it did (or when there was none)."""
+    """Why the prompt did not extend the context the messages came from; empty when it did (or when there was
+    none).
+    """
     rerender_of: int = -1
     """The call whose context was re-rendered."""
     request: bytes = b""
     """The request's body, redacted and stored once: what was new in it (JSON)."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="result"):
     """The engine's whole reply. Written before the harness sees the reply's last byte."""
 
     call: int
@@ -87,10 +96,26 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     cached_tokens: int = 0
     engine: str = ""
     message: bytes = b""
-    """The reply as the dialect's client got it (JSON): text, reasoning, tool calls with their raw text and ids."""
+    """The reply as the dialect's client got it (JSON): text, reasoning, tool calls with their raw text and
+    ids.
+    """
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class Partial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="partial"):
+    """Tokens of a call in flight, from position `start` of its output on: a checkpoint, so that a long reply
+    survives a crash.
+    """
+
+    call: int
+    at: float
+    start: int
+    ids: bytes
+    logprobs: bytes
+    versions: tuple[Span, ...]
+    """Positions count from the output's beginning, not from `start`."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
     """The call ended without a usable reply; partial tokens, if any, are kept and never trained."""
 
     call: int
@@ -101,7 +126,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     versions: tuple[Span, ...] = ()
 
 
-class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
+class Delivered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delivered"):
     """Whether the reply's last byte was handed to the harness's connection."""
 
     call: int
@@ -109,8 +134,10 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True, tag="delivered"):
     complete: bool
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
-    """A typed edge found or declared: from the end of call `source`'s reply to the first new token of call `target`."""
+class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="link"):
+    """A typed edge found or declared: from the end of call `source`'s reply to the first new token of call
+    `target`.
+    """
 
     kind: EdgeKind
     source: int
@@ -120,7 +147,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     inferred: bool = False
 
 
-class Labelled(msgspec.Struct, frozen=True, kw_only=True, tag="labelled"):
+class Labelled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="labelled"):
     """The role of a call's lineage, when it is known (later ones override)."""
 
     call: int
@@ -129,19 +156,21 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True, tag="labelled"):
     reason: str = ""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag="event"):
-    """Anything for the timeline that changes no token: tool waits, moves between cells, warnings, counters."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="event"):
+    """Anything for the timeline that changes no token: tool waits, moves between cells, warnings,
+    counters.
+    """
 
     name: str
     at: float
     data: dict[str, str | float | int | bool] = {}
 
 
-class Sealed(msgspec.Struct, frozen=True, kw_only=True, tag="sealed"):
+class Sealed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sealed"):
     """Last record of every WAL."""
 
     at: float
     outcome: Outcome
 
 
-Record = Opened | Intent | Result | Failed | Delivered | Link | Labelled | Event | Sealed
+Record = Opened | Intent | Partial | Result | Failed | Delivered | Link | Labelled | Event | Sealed
