@@ -1,0 +1,1 @@
+"""Exact shared-prefix training: plans, attention over plans, losses at edges."""
