@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,35 +32,28 @@ from gyre_backend.tree.plan import Segment, TreePlan
 Rect = tuple[int, int, int, int, bool]
 """(query_start, query_end, key_start, key_end, causal)"""
 
-Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreePlan, float], torch.Tensor]
+Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Layout", float], torch.Tensor]
 
-# name -> (module, function of (q, k, v, plan, scale)); imported on first use.
-_ELSEWHERE = {
-    "flash": ("gyre_backend.tree.attention_flash", "flash_attention"),
-    "flex": ("gyre_backend.tree.attention_flex", "flex_attention_tree"),
-}
+# name -> module with an `attend(q, k, v, layout, scale)`; imported on first use.
+_ELSEWHERE = {"flash": "gyre_backend.tree.flash", "flex": "gyre_backend.tree.flex"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """What attention needs of a plan, computed once per plan and shared by all layers."""
 
+    plan: TreePlan
     segments: tuple[Segment, ...]
     rects: tuple[Rect, ...]
     cache: dict[Any, Any]
     """for a back end's own precomputed tensors, keyed by (name, device)"""
 
 
-_layouts: WeakKeyDictionary[TreePlan, Layout] = WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=16)
 def layout_of(plan: TreePlan) -> Layout:
-    """The plan's layout, computed at the first call."""
-    layout = _layouts.get(plan)
-    if layout is None:
-        segments = tuple(plan.segments())
-        layout = _layouts[plan] = Layout(segments, tuple(rects_of(segments)), {})
-    return layout
+    """The plan's layout; those of the last few plans are kept, since every layer asks for it."""
+    segments = tuple(plan.segments())
+    return Layout(plan, segments, tuple(rects_of(segments)), {})
 
 
 def tree_attention(
@@ -80,7 +72,7 @@ def tree_attention(
         wanted = f"[1, heads, {plan.num_tokens}, dim]"
         raise TrainingError(f"tree attention wants {wanted}, got q {tuple(q.shape)}, k {tuple(k.shape)}")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return backend_named(backend, q.device.type)(q, k, v, plan, scale)
+    return backend_named(backend, q.device.type)(q, k, v, layout_of(plan), scale)
 
 
 def backend_named(name: str, device: str = "cpu") -> Backend:
@@ -91,8 +83,8 @@ def backend_named(name: str, device: str = "cpu") -> Backend:
     if name == "rect" and device == "cpu" and not rect_works():
         name = "rows"
     if name in _ELSEWHERE:
-        module, function = _ELSEWHERE[name]
-        return getattr(importlib.import_module(module), function)
+        attend: Backend = importlib.import_module(_ELSEWHERE[name]).attend
+        return attend
     try:
         return _BACKENDS[name]
     except KeyError:
@@ -154,18 +146,16 @@ class _RectAttention(torch.autograd.Function):
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for qa, qb, ka, kb, causal in ctx.rects:
             rows = slice(qa, qb)
-            a, b, c = kernel(
-                grad_out[:, :, rows], q[:, :, rows], k[:, :, ka:kb], v[:, :, ka:kb], out[:, :, rows], lse[:, :, rows],
-                0.0, causal, scale=ctx.scale,
-            )  # fmt: skip
+            piece = (q[:, :, rows], k[:, :, ka:kb], v[:, :, ka:kb], out[:, :, rows], lse[:, :, rows])
+            a, b, c = kernel(grad_out[:, :, rows], *piece, 0.0, causal, scale=ctx.scale)
             dq[:, :, rows] += a
             dk[:, :, ka:kb] += b
             dv[:, :, ka:kb] += c
         return dq, dk, dv, None, None
 
 
-def _rect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, scale: float) -> torch.Tensor:
-    return _RectAttention.apply(q, k, v, layout_of(plan).rects, scale)
+def _rect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
+    return _RectAttention.apply(q, k, v, layout.rects, scale)
 
 
 @functools.cache
@@ -215,11 +205,11 @@ def _rect_error() -> float:
 # --- rows and dense ---
 
 
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, scale: float) -> torch.Tensor:
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
     grouped = q.shape[1] != k.shape[1]
     chains: list[list[Segment]] = []
     pieces = []
-    for segment in layout_of(plan).segments:
+    for segment in layout.segments:
         chain = [*(chains[segment.parent] if segment.parent >= 0 else []), segment]
         chains.append(chain)
         keys = torch.cat([k[:, :, s.start : s.end] for s in chain], 2)
@@ -233,10 +223,10 @@ def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, sca
     return torch.cat(pieces, 2)
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, scale: float) -> torch.Tensor:
-    layout, key = layout_of(plan), ("dense", q.device)
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
+    key = ("dense", q.device)
     if key not in layout.cache:
-        layout.cache[key] = dense_mask(layout.segments, plan.num_tokens).to(q.device)
+        layout.cache[key] = dense_mask(layout.segments, layout.plan.num_tokens).to(q.device)
     mask = layout.cache[key]
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
