@@ -3,7 +3,8 @@
 megatron-core names CUDA in places where any device would do. Each shim answers one such place:
 
 1. `torch.cuda.current_device()` is the device it allocates on: answer "cpu".
-2. The CUDA RNG tracker guards dropout and random initialisation. Gyre refuses dropout and loads every weight, so a
+2. The CUDA RNG tracker guards dropout and random initialisation. Gyre refuses dropout and loads every weight,
+   so a
    tracker that does nothing is enough.
 3. Activation recompute saves and restores the CUDA RNG state: nothing to save.
 4. The optimizer and the schedules write `device="cuda"` and compare `tensor.type()` with CUDA type names:
@@ -67,7 +68,8 @@ def install() -> None:
     _state["installed"] = True
 
 
-# float64 has no branch of its own in the optimizer; as "float" it is updated in place, without a float32 copy.
+# float64 has no branch of its own in the optimizer; as "float" it is updated in place, without a float32
+# copy.
 _TYPE_NAMES: Final = {"torch.DoubleTensor": "torch.cuda.FloatTensor"}
 
 

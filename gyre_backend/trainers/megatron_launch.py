@@ -1,8 +1,9 @@
-"""Starts the ranks of one Megatron replica as child processes, drives them all from one object, ends them all.
+"""Starts the ranks of a Megatron run as child processes, drives all of them from one object, ends them.
 
-Each rank runs `python -m gyre_backend.trainers.megatron_rank`. A rank leaves when its stdin ends, so none outlives
-its parent, however that died. Ranks meet through a file (no port to collide on) and talk over gloo or NCCL; the parent
-talks to each over its own socket pair. Whole-model tensors that both sides use live in anonymous shared memory.
+Each rank runs `python -m gyre_backend.trainers.megatron_rank`. A rank leaves when its stdin ends, so none
+outlives its parent, however that died. Ranks meet through a file (no port to collide on) and talk over gloo
+or NCCL; the parent talks to each over its own socket pair. Whole-model tensors that both sides use live in
+anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class SharedTensors:
     def __init__(
         self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, path: str | None = None
     ) -> None:
-        """Without `path` a new, zeroed memory file is made; with the `path` of another one, that is mapped."""
+        """Without `path`, makes a new zeroed memory file; with the `path` of another, maps that one."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.dtype = dtype
         size = dtype.itemsize
@@ -107,9 +108,10 @@ class Ranks:
     def call(
         self, op: str, *args: Any, each: Sequence[Any] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Run `op` on every rank and return their answers by rank. `each[rank]`, if given, is a last argument.
+        """Run `op` on every rank; answers by rank. `each[rank]`, if given, is a last argument.
 
-        Raises TrainingError if any rank fails or dies; the others, perhaps waiting for it, are then ended too.
+        Raises TrainingError if any rank fails or dies; the others, perhaps waiting for it, are then ended
+        too.
         """
         if not self._links:
             raise TrainingError("the Megatron ranks have been closed")

@@ -1,7 +1,7 @@
 """Log-probabilities of single tokens from logits whose vocabulary is split over tensor-parallel ranks.
 
-megatron-core's own cross entropy computes in float32 whatever it is given; this one keeps float64, gives the entropy
-with it, and skips the padding of the vocabulary.
+megatron-core's own cross entropy computes in float32 whatever it is given; this one keeps float64, gives the
+entropy with it, and skips the padding of the vocabulary.
 
 Legend: C tokens of a chunk, E loss edges, Vp vocabulary rows held by this rank, d hidden width.
 """
@@ -21,7 +21,7 @@ def _sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
-    """log p(target) = logit[target] - log sum exp(logits), with max, sum and target reduced over the group."""
+    """log p(target) = logit[target] - log sum exp(logits); max, sum and target are reduced over the group."""
 
     @staticmethod
     def forward(
@@ -67,12 +67,12 @@ def vocab_parallel_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each row, in float32 or wider.
 
-    `rank` holds the vocabulary rows [rank * Vp, (rank + 1) * Vp); those from `vocab_size` on are padding. The entropy
-    is a metric: it has no gradient.
+    `rank` holds the vocabulary rows [rank * Vp, (rank + 1) * Vp); those from `vocab_size` on are padding. The
+    entropy is a metric: it has no gradient.
     """
     width = logits_CVp.shape[1]
     first = rank * width
     valid = min(vocab_size - first, width)
     if valid < 1:
         raise ValueError(f"vocabulary of {vocab_size} leaves rank {rank} with no rows of its own")
-    return _VocabParallelLogprob.apply(logits_CVp, target_C, first, valid, group)  # type: ignore[no-any-return]
+    return _VocabParallelLogprob.apply(logits_CVp, target_C, first, valid, group)

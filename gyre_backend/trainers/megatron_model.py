@@ -1,8 +1,8 @@
-"""A megatron-core GPTModel that computes a tree plan: Llama, Qwen2, Qwen3 and Qwen3-MoE from their Hugging Face config.
+"""A megatron-core GPTModel that computes tree plans: Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
-Three things differ from the stock model. Its core attention is tree attention; its rotary embedding takes the path
-position of every packed token (the stock one counts packed tokens, which is wrong in a tree); and the vocabulary
-projection runs for loss edges only, returning their log-probabilities.
+Three things differ from the stock model. Its core attention is tree attention; its rotary embedding takes the
+path position of every packed token (the stock one counts packed tokens, which is wrong in a tree); and the
+vocabulary projection runs for loss edges only, returning their log-probabilities.
 
 Legend: U packed tokens, E loss edges, H heads, D head width, d hidden width.
 """
@@ -33,9 +33,10 @@ MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass
 class TreePacked(PackedSeqParams):
-    """A tree plan on its way to every layer. Captured by closure, so recompute and interleaved micro-batches are safe.
+    """A tree plan on its way to every layer. Captured by closure: safe with recompute and 1F1B micro-batches.
 
-    `qkv_format` must stay "sbhd": with "thd" megatron-core squeezes the batch axis and restarts rotary positions.
+    `qkv_format` must stay "sbhd": with "thd" megatron-core squeezes the batch axis and restarts rotary
+    positions.
     """
 
     plan: TreePlan | None = None
@@ -76,7 +77,7 @@ class TreeCoreAttention(MegatronModule):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         scale = query.shape[-1] ** -0.5
         out = tree_attention(q, k, v, packed_seq_params.plan, scale=scale, backend=packed_seq_params.backend)
-        return out.permute(2, 0, 1, 3).flatten(2)  # type: ignore[no-any-return]
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class TreeRotary(torch.nn.Module):
@@ -101,7 +102,7 @@ class TreeRotary(torch.nn.Module):
 
 
 class TreeGPTModel(GPTModel):
-    """GPTModel whose last stage returns log p of each edge's token, [E], instead of logits for each packed token."""
+    """GPTModel whose last stage returns log p of each edge's token, [E], not logits of every packed token."""
 
     real_vocab_size: int = 0
 
@@ -109,7 +110,8 @@ class TreeGPTModel(GPTModel):
         if not self.post_process:
             return hidden_states
         packed: TreePacked = context["packed_seq_params"]
-        assert packed.src is not None and packed.tgt is not None
+        assert packed.src is not None
+        assert packed.tgt is not None
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
@@ -205,7 +207,7 @@ def rotary_frequencies(hf: Any) -> torch.Tensor:
         raise UnsupportedError(
             f"rope_type = {kind!r} scales attention by {factor}, which Megatron's rotary has no place for"
         )
-    return inv_freq.float()  # type: ignore[no-any-return]
+    return inv_freq.float()
 
 
 def head_width(hf: Any) -> int:
@@ -239,7 +241,7 @@ def _experts(hf: Any, device: str) -> dict[str, Any]:
 def transformer_config(
     hf: Any, *, tp: int, pp: int, dtype: torch.dtype, recompute: str, device: str
 ) -> TransformerConfig:
-    """The TransformerConfig of a Hugging Face config. Fusions stay off: none of them is needed for being exact."""
+    """The TransformerConfig of a Hugging Face config. Fusions stay off."""
     granularity: dict[str, Any] = {}
     if recompute == "selective":
         granularity = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -272,7 +274,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        variable_seq_lengths=True,
+        variable_seq_lengths=pp > 1,
         calculate_per_token_loss=True,  # sums stay sums: neither DDP nor the schedule divides
         use_cpu_initialization=device == "cpu",
         perform_initialization=False,

@@ -1,7 +1,8 @@
 """Which numbers of a Hugging Face tensor a Megatron rank holds, and where. Copying between the two is exact.
 
-Every Megatron parameter of a rank is a set of pieces: a region of the parameter and the equal-shaped region of one
-Hugging Face tensor. The same pieces serve weights, gradients and optimizer moments, in both directions.
+Every Megatron parameter of a rank is a set of pieces: a region of the parameter and the equal-shaped region
+of one Hugging Face tensor. The same pieces serve weights, gradients and optimizer moments, in both
+directions.
 
 Legend: G query groups, R queries per group, D head width, d hidden width, F feed-forward width, V vocabulary.
 """
@@ -46,7 +47,7 @@ class Held:
     partial: bool
     """True when each tensor-parallel rank's gradient is only its own heads' share (query and key norms)."""
     copy: bool
-    """True for the last stage's copy of a tied embedding: its gradient is a share, its value is the first stage's."""
+    """True for the last stage's copy of a tied embedding: its gradient is a share of the first stage's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Geometry:
 def hf_shapes(hf: Any) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor of the checkpoint, in the order of transformers' `named_parameters`.
 
-    A tied `lm_head.weight` is left out, as transformers does. Experts are one tensor each, as checkpoints store them.
+    A tied `lm_head.weight` is left out, as transformers does. Experts are one tensor each, as checkpoints
+    store them.
     """
     head, hidden, ffn = head_width(hf), int(hf.hidden_size), int(hf.intermediate_size)
     wide, narrow = int(hf.num_attention_heads) * head, int(hf.num_key_value_heads) * head
@@ -246,8 +248,8 @@ def add_grads(parameters: list[Held], hf: Mapping[str, torch.Tensor], *, tp_rank
 def take_grads(parameters: list[Held], hf: Mapping[str, torch.Tensor], *, tp_rank: int, dp_rank: int) -> None:
     """Add the Hugging Face tensors' numbers to this rank's gradient where megatron-core then expects them.
 
-    The reduction over replicas sums, so only the first replica takes; so do the reductions of query and key norms
-    over tensor-parallel ranks, and of a tied embedding over its two stages.
+    The reduction over replicas sums, so only the first replica takes; so do the reductions of query and key
+    norms over tensor-parallel ranks, and of a tied embedding over its two stages.
     """
     if dp_rank > 0:
         return

@@ -1,19 +1,20 @@
 """Linear-attention layers on a tree: the recurrent state and the last conv inputs fork at branch points.
 
-A Gated DeltaNet layer carries two things from token to token: the state S and, in its short convolution, the last
-K - 1 inputs. Along a path both are what the path's own tokens made them, so a segment starts from what its *parent
-segment* ended with, and siblings start from the same. Everything is plain autograd, so gradients of all children add
-up in the parent. Exact: equal to running every path alone.
+A Gated DeltaNet layer carries two things from token to token: the state S and, in its short convolution, the
+last K - 1 inputs. Along a path both are what the path's own tokens made them, so a segment starts from what
+its *parent segment* ended with, and siblings start from the same. Everything is plain autograd, so gradients
+of all children add up in the parent. Exact: equal to running every path alone.
 
-The rule (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464), for one head, decay g_t <= 0 in log
-space, write strength b_t, q scaled by 1/sqrt(D):
+The rule (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464), for one head, decay g_t <= 0 in
+log space, write strength b_t, q scaled by 1/sqrt(D):
 
     S <- exp(g_t) S;   u_t = b_t (v_t - S^T k_t);   S <- S + k_t u_t^T;   o_t = S^T q_t
 
-`install(model)` hooks it into transformers' models that keep to these two function names in their layer's code
-(Qwen3-Next, Qwen3.5, Qwen3.5-MoE in 5.19); a model with any other linear-attention layer is refused.
+`install(model)` hooks it into transformers' models that keep to these two function names in their layer's
+code (Qwen3-Next, Qwen3.5, Qwen3.5-MoE in 5.19); a model with any other linear-attention layer is refused.
 
-Legend: U packed tokens, C conv channels, K conv width, H heads, D key width, E value width, T tokens of a run.
+Legend: U packed tokens, C conv channels, K conv width, H heads, D key width, E value width, T tokens of a
+run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from gyre_backend.errors import UnsupportedError
-from gyre_backend.tree.plan import TreePlan
+from gyre_backend.tree.plan import TreePlan, token_parents
 
 CHUNK: Final = 64
 _CONV: Final = "causal_conv1d_fn"
@@ -35,11 +36,9 @@ _RULES: Final = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
 
 
 def ancestors(plan: TreePlan, steps: int) -> np.ndarray:
-    """int64[steps, U]: packed index of each token's 1st, 2nd, ... ancestor on its path, -1 before the path's start."""
-    size = len(plan.ids)
-    parent = np.arange(-1, size - 1, dtype=np.int64)
-    starts, up = np.asarray(plan.seg_start), np.asarray(plan.seg_parent)
-    parent[starts] = np.where(up < 0, -1, np.asarray(plan.seg_end)[np.maximum(up, 0)] - 1)
+    """int64[steps, U]: packed index of each token's 1st, 2nd, ... ancestor, -1 before its path's start."""
+    size = plan.num_tokens
+    parent = token_parents(plan)
     table = np.empty((steps, size), np.int64)
     current = np.arange(size, dtype=np.int64)
     for step in range(steps):
@@ -157,7 +156,7 @@ def _conv_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> torch.Tensor:
         plan = kwargs.get("tree_plan")
         if plan is None:
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
         from transformers.activations import ACT2FN
 
         out = tree_causal_conv(hidden_states.to(weight.dtype), weight, bias, plan)
@@ -178,7 +177,7 @@ def _rule_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plan = kwargs.get("tree_plan")
         if plan is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
+            return original(query, key, value, g=g, beta=beta, **kwargs)
         l2norm = bool(kwargs.get("use_qk_l2norm_in_kernel"))
         return tree_gated_delta_rule(query, key, value, g, beta, plan, l2norm=l2norm), None
 
@@ -193,9 +192,9 @@ def _recurrent(module: torch.nn.Module) -> bool:
 def install(model: torch.nn.Module) -> int:
     """Make every linear-attention layer of a transformers model follow the `tree_plan` it is called with.
 
-    Returns how many layers were hooked (0 for a model of full attention only). The hook is per layer: each layer gets
-    its own class's `forward`, with the two functions it calls replaced; without a `tree_plan` it acts as before.
-    Raises UnsupportedError, naming the layer, where the code doesn't call those functions.
+    Returns how many layers were hooked (0 for a model of full attention only). The hook is per layer: each
+    layer gets its own class's `forward`, with the two functions it calls replaced; without a `tree_plan` it
+    acts as before. Raises UnsupportedError, naming the layer, where the code doesn't call those functions.
     """
     hooked = 0
     for name, module in model.named_modules():
@@ -206,8 +205,8 @@ def install(model: torch.nn.Module) -> int:
         rules = [rule for rule in _RULES if rule in names]
         if _CONV not in names or not rules:
             raise UnsupportedError(
-                f"{name} ({type(module).__name__}) is a recurrent layer whose code can't be hooked: a tree would run "
-                "its state through sibling branches; use a model with full attention or Gated DeltaNet layers"
+                f"{name} ({type(module).__name__}) is a recurrent layer whose code can't be hooked: "
+                "its state would run through sibling branches; use a model with full attention or Gated DeltaNet layers"
             )
         globals_ = dict(forward.__globals__)
         globals_[_CONV] = _conv_hook(globals_[_CONV])

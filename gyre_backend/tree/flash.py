@@ -1,29 +1,29 @@
-"""Tree attention by flash-attn's variable-length kernels: 1 causal call + 1 full call per depth, merged by lse.
+"""Tree attention by flash-attn's variable-length kernels: 1 causal call + 1 full call per depth.
 
-The causal call runs every segment against itself. All rectangles of one depth (queries of a segment's descendants x
-the segment's keys) have disjoint query ranges, so they go into one call. Outputs merge by log-sum-exp; the backward of
-each call is given the merged output and lse, which makes every piece exact, as in ring attention. Calls = 1 + depth.
+The causal call runs every segment against itself. All rectangles of one depth (queries of a segment's
+descendants x the segment's keys) have disjoint query ranges, so they go into one call. Outputs merge by
+log-sum-exp; the backward of each call is given the merged output and lse, which makes every piece exact, as
+in ring attention. Calls = 1 + depth.
 
 On CUDA the kernels are flash-attn's (float16 and bfloat16). On a CPU a plain stand-in with the same signature runs
 instead: it makes the arithmetic around the kernels testable, and is slow. Not run on a GPU yet.
 
-Legend: U packed tokens, H query heads, G key/value heads, D head width, Q and K the tokens of one call, B its runs.
+Legend: U packed tokens, H query heads, G key/value heads, D head width, Q and K the tokens of one call, B its
+runs.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
+from gyre_backend.tree.attend import Layout
 from gyre_backend.tree.plan import TreePlan
 from gyre_sdk.errors import MissingExtraError
-
-_LAYOUTS_KEPT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,6 @@ def _cumulative(lengths: np.ndarray, device: torch.device) -> torch.Tensor:
 def _ranges(firsts: Sequence[int], lasts: Sequence[int], device: torch.device) -> torch.Tensor:
     index = np.concatenate([np.arange(a, b) for a, b in zip(firsts, lasts, strict=True)])
     return torch.from_numpy(index.astype(np.int64)).to(device)
-
-
-_layouts: OrderedDict[tuple[int, str], tuple[TreePlan, list[Call]]] = OrderedDict()
-
-
-def _layout(plan: TreePlan, device: torch.device) -> list[Call]:
-    """`calls_of`, remembered for the plans in use: every layer of a model asks for the same."""
-    key = (id(plan), str(device))
-    known = _layouts.get(key)
-    if known is None or known[0] is not plan:
-        _layouts[key] = known = (plan, calls_of(plan, device))
-    _layouts.move_to_end(key)
-    while len(_layouts) > _LAYOUTS_KEPT:
-        _layouts.popitem(last=False)
-    return known[1]
 
 
 Kernel = Callable[..., Any]
@@ -187,19 +172,20 @@ class _TreeFlash(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, *, scale: float
-) -> torch.Tensor:
-    """Tree attention. q: [1, H, U, D]; k, v: [1, G, U, D] -> [1, H, U, D]; query heads share keys in order (GQA).
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
+    """Tree attention, the back end `flash`. q: [1, H, U, D]; k, v: [1, G, U, D] -> [1, H, U, D].
 
     Raises MissingExtraError on CUDA without flash-attn.
     """
+    key = ("flash", q.device)
+    if key not in layout.cache:
+        layout.cache[key] = calls_of(layout.plan, q.device)
     packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    out = _TreeFlash.apply(*packed, _layout(plan, q.device), scale)
-    return out.transpose(0, 1)[None]  # type: ignore[no-any-return]
+    out = _TreeFlash.apply(*packed, layout.cache[key], scale)
+    return out.transpose(0, 1)[None]
 
 
-# The CPU stand-in ------------------------------------------------------------------------------------------------------
+# --- the CPU stand-in ---
 
 
 def _scores(

@@ -1,11 +1,11 @@
-"""Tree attention by torch's FlexAttention, with the block mask made from the segments (never from a [U, U] mask).
+"""Tree attention by torch's FlexAttention; its block mask is made from segments, never from [U, U].
 
-A key at packed index s is seen by the queries in [s, end of the subtree of s's segment). So a block of keys is seen by
-a block of queries exactly when its furthest-reaching key reaches the block's first query, and wholly when its
-nearest-reaching key reaches past the block's last.
+A key at packed index s is seen by the queries in [s, end of the subtree of s's segment). So a block of keys
+is seen by a block of queries exactly when its furthest-reaching key reaches the block's first query, and
+wholly when its nearest-reaching key reaches past the block's last.
 
-torch 2.13 has no CPU backward for FlexAttention: on a CPU only the forward runs, and a gradient is refused. On CUDA the
-kernel is compiled once per block-mask shape. Not run on a GPU yet.
+torch 2.13 has no CPU backward for FlexAttention: on a CPU only the forward runs, and a gradient is refused.
+On CUDA the kernel is compiled once per block-mask shape. Not run on a GPU yet.
 
 Legend: U packed tokens, P of them after padding to whole blocks, B blocks.
 """
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from gyre_backend.errors import UnsupportedError
+from gyre_backend.tree.attend import Layout
 from gyre_backend.tree.plan import TreePlan
 
 BLOCK: Final = 128
@@ -35,7 +36,7 @@ def reach(plan: TreePlan, padded: int) -> np.ndarray:
 
 
 def blocks_of(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(partly, wholly) visible blocks, bool[B, B] by query block and key block. O(B^2) bits, no token pair is looked at."""
+    """(partly, wholly) visible blocks, bool[B, B] by query block and key block, without any token pair."""
     per_block = table.reshape(-1, BLOCK)
     count = len(per_block)
     first = np.arange(count)[:, None] * BLOCK
@@ -49,7 +50,8 @@ def _lists(visible: np.ndarray, device: torch.device) -> tuple[torch.Tensor, tor
     """Count and indices of the visible key blocks of each query block, as FlexAttention wants them."""
     counts = visible.sum(1).astype(np.int32)
     order = np.argsort(~visible, axis=1, kind="stable").astype(np.int32)
-    return tuple(torch.from_numpy(t)[None, None].to(device) for t in (counts, order))  # type: ignore[return-value]
+    first, second = (torch.from_numpy(t)[None, None].to(device) for t in (counts, order))
+    return first, second
 
 
 def block_mask(plan: TreePlan, device: torch.device) -> Any:
@@ -82,22 +84,20 @@ def _kernel(device_type: str) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device_type == "cuda":
-        return torch.compile(flex_attention)  # type: ignore[no-any-return]
+        return torch.compile(flex_attention)
 
     def eager(*args: Any, **kwargs: Any) -> torch.Tensor:
         with (
             warnings.catch_warnings()
         ):  # torch warns that uncompiled is slow; on a CPU that is what is wanted
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            return flex_attention(*args, **kwargs)  # type: ignore[no-any-return]
+            return flex_attention(*args, **kwargs)
 
     return eager
 
 
-def flex_attention_tree(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TreePlan, *, scale: float
-) -> torch.Tensor:
-    """Tree attention. q: [1, H, U, D]; k, v: [1, G, U, D] -> [1, H, U, D].
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
+    """Tree attention, the back end `flex`. q: [1, H, U, D]; k, v: [1, G, U, D] -> [1, H, U, D].
 
     Raises UnsupportedError when a gradient is wanted on a CPU.
     """
@@ -106,8 +106,11 @@ def flex_attention_tree(
         raise UnsupportedError(
             "the attention back end 'flex' has no backward on a CPU (torch 2.13); use 'rect', or run on a GPU"
         )
+    key = ("flex", q.device)
+    if key not in layout.cache:
+        layout.cache[key] = block_mask(layout.plan, q.device)
+    mask = layout.cache[key]
     size = q.shape[2]
-    mask = block_mask(plan, q.device)
     extra = mask.seq_lengths[0] - size
     q, k, v = (torch.nn.functional.pad(t, (0, 0, 0, extra)) for t in (q, k, v))
     out = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
