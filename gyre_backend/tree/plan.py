@@ -135,6 +135,7 @@ def build_plan(
     advantages: Mapping[str, float],
     *,
     credit: Credit | None = None,
+    weighting: str = "execution",
     merge: bool = True,
 ) -> TreePlan:
     """The prefix forest of `paths`. T_e counts every trained token of an execution in `paths`: pass all of an
@@ -155,7 +156,7 @@ def build_plan(
             )
     lengths = [int(np.flatnonzero(path.call >= 0)[-1]) + 1 for path in paths]
     trie = _Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], merge=merge)
-    edges = _edges_of(paths, trie, executions, advantages, credit)
+    edges = _edges_of(paths, trie, executions, advantages, credit, weighting)
     plan = TreePlan(**_segment_arrays(trie), **edges, executions=executions)
     validate(plan)
     return plan
@@ -402,16 +403,35 @@ def _segment_arrays(trie: _Trie) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(column, _DTYPES[name]) for name, column in columns.items()}
 
 
+def _weights(paths: Sequence[TrainPath], weighting: str) -> dict[str, float]:
+    """Weight of every edge of each execution."""
+    trained: dict[str, int] = {}
+    group = {path.execution: path.group for path in paths}
+    for path in paths:
+        trained[path.execution] = trained.get(path.execution, 0) + path.trained
+    if weighting == "execution":
+        return {execution: 1.0 / count for execution, count in trained.items()}
+    if weighting == "token":
+        members: dict[str, list[int]] = {}
+        for execution, count in trained.items():
+            members.setdefault(group[execution], []).append(count)
+        return {e: len(members[group[e]]) / sum(members[group[e]]) for e in trained}
+    try:
+        constant = 1.0 / float(weighting)
+    except (ValueError, ZeroDivisionError):
+        raise PlanError(f"weighting = {weighting!r}: wanted execution, token or a number of tokens") from None
+    return dict.fromkeys(trained, constant)
+
+
 def _edges_of(
     paths: Sequence[TrainPath],
     trie: _Trie,
     executions: tuple[str, ...],
     advantages: Mapping[str, float],
     credit: Credit | None,
+    weighting: str,
 ) -> dict[str, np.ndarray]:
-    trained = dict.fromkeys(executions, 0)
-    for path in paths:
-        trained[path.execution] += path.trained
+    weight = _weights(paths, weighting)
     number = {execution: i for i, execution in enumerate(executions)}
     columns: dict[str, list[np.ndarray]] = {name: [np.zeros(0)] for name in EDGE_FIELDS}
     for path, packed in zip(paths, trie.packed):
@@ -421,7 +441,7 @@ def _edges_of(
         ones = np.ones(len(at))
         columns["edge_src"].append(packed[at - 1])
         columns["edge_tgt"].append(path.token_ids[at])
-        columns["edge_w"].append(ones / trained[path.execution])
+        columns["edge_w"].append(ones * weight[path.execution])
         columns["edge_adv"].append(per_token[at])
         columns["edge_old_logp"].append(path.old_logprobs[at])
         columns["edge_exec"].append(ones * number[path.execution])
