@@ -1,0 +1,89 @@
+"""The backend's configuration: one TOML file, read once, refused with one clear line when a key is wrong."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from gyre_backend.config.tables import (
+    AlgorithmTable,
+    CellsTable,
+    EngineTable,
+    ModelTable,
+    SchedulerTable,
+    Table,
+    TrainTable,
+    WeightsTable,
+)
+from gyre_sdk.errors import ConfigError
+
+OTHER_SIDE = ("run", "sampling")
+"""Tables of the same file that belong to the SDK's side; only `run.group_size` matters here."""
+
+
+class BackendConfig(Table):
+    """All tables of the backend's side."""
+
+    model: ModelTable = ModelTable()
+    algorithm: AlgorithmTable = AlgorithmTable()
+    train: TrainTable = TrainTable()
+    scheduler: SchedulerTable = SchedulerTable()
+    cells: CellsTable = CellsTable()
+    engine: EngineTable = EngineTable()
+    weights: WeightsTable = WeightsTable()
+
+    @pydantic.model_validator(mode="after")
+    def _fits_together(self) -> BackendConfig:
+        if self.engine.url and self.cells.count > 1:
+            raise ValueError("engine.url names one server, so cells.count must be 1")
+        if self.engine.url and self.engine.kind != "sglang":
+            raise ValueError("engine.url needs engine.kind = 'sglang'")
+        return self
+
+
+def parse_config(data: dict[str, Any], source: str = "config") -> BackendConfig:
+    """From a TOML document. Raises ConfigError naming the first wrong key and what was expected."""
+    tables = {name: table for name, table in data.items() if name not in OTHER_SIDE}
+    run = data.get("run")
+    if isinstance(run, dict) and "group_size" in run:
+        train = dict(tables.get("train") or {})
+        if train.setdefault("group_size", run["group_size"]) != run["group_size"]:
+            raise ConfigError(f"{source}: run.group_size and train.group_size differ; give one of them")
+        tables["train"] = train
+    try:
+        return BackendConfig.model_validate(tables)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}") from error
+
+
+def load_config(path: Path) -> BackendConfig:
+    """Read a TOML file. Raises ConfigError."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no such file: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return parse_config(data, str(path))
+
+
+__all__ = [
+    "AlgorithmTable",
+    "BackendConfig",
+    "CellsTable",
+    "EngineTable",
+    "ModelTable",
+    "SchedulerTable",
+    "TrainTable",
+    "WeightsTable",
+    "load_config",
+    "parse_config",
+]
