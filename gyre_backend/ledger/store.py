@@ -268,9 +268,11 @@ class Ledger:
             members: dict[str, list[str]] = {}
             for execution, group in self._db.execute("SELECT id, group_id FROM executions ORDER BY rowid"):
                 members.setdefault(group, []).append(execution)
-        return [
-            GroupRow(*row, tuple(members.get(row[0], ()))) for row in rows if not states or row[5] in states
+        found = [
+            GroupRow(name, number, task, version, attempt, state, step, tuple(members.get(name, ())))
+            for name, number, task, version, attempt, state, step in rows
         ]
+        return [group for group in found if not states or group.state in states]
 
     def outcomes(self, group: str) -> dict[str, dict[str, Any] | None]:
         """Execution -> outcome (None while it runs) of one group, in the order of its dispatch."""
@@ -333,6 +335,15 @@ class Ledger:
                 row = db.execute("SELECT state FROM groups WHERE id = ?", (name,)).fetchone()
                 state = "unknown" if row is None else row[0]
                 raise LedgerError(f"group {name} is {state}, so it can't go from {source} to {target}")
+
+    def get_meta(self, key: str) -> str | None:
+        """A value kept for the run (the runner's registration, say)."""
+        with self._lock:
+            return self._get(key)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Keep a value for the run."""
+        self._set(key, value)
 
     def _get(self, key: str) -> str | None:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
