@@ -59,9 +59,7 @@ async def service(
             await _stop(process)
 
 
-async def _ready_line(
-    process: anyio.abc.Process, module: str, log: Path, timeout_s: float
-) -> dict[str, object]:
+async def _ready_line(process: anyio.abc.Process, module: str, log: Path, timeout_s: float) -> dict[str, object]:
     assert process.stdout is not None
     buffer = b""
     with anyio.move_on_after(timeout_s) as scope:

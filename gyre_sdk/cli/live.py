@@ -59,9 +59,7 @@ class RunView:
         if not self.console.is_terminal:
             word = f" {outcome_word(progress.outcome)}" if progress.outcome is not None else ""
             since = time.time() - self.started
-            self.console.print(
-                f"{since:7.1f} s  {progress.execution}  {progress.task:<24} {progress.state}{word}"
-            )
+            self.console.print(f"{since:7.1f} s  {progress.execution}  {progress.task:<24} {progress.state}{word}")
 
     def note(self, text: str) -> None:
         """A line above the table."""
@@ -114,9 +112,7 @@ class RunView:
         for progress in self.done[-RECENT:]:
             outcome = progress.outcome
             if outcome is not None:
-                table.add_row(
-                    progress.execution, progress.task, outcome_word(outcome), Text(outcome.message[:80])
-                )
+                table.add_row(progress.execution, progress.task, outcome_word(outcome), Text(outcome.message[:80]))
         return table
 
     @contextmanager
@@ -125,7 +121,5 @@ class RunView:
         if not self.console.is_terminal:
             yield
             return
-        with Live(
-            get_renderable=self.render, console=self.console, refresh_per_second=2, transient=True
-        ):
+        with Live(get_renderable=self.render, console=self.console, refresh_per_second=2, transient=True):
             yield

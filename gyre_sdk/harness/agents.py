@@ -78,9 +78,7 @@ class CliAgent:
         config = self.install / "pyvenv.cfg"
         if config.is_file():
             settings = dict(
-                (part.strip() for part in line.split("=", 1))
-                for line in config.read_text().splitlines()
-                if "=" in line
+                (part.strip() for part in line.split("=", 1)) for line in config.read_text().splitlines() if "=" in line
             )
             home = Path(settings.get("home", "/usr/bin")).resolve()
             if home.name == "bin" and home.parent != Path("/usr"):

@@ -25,9 +25,7 @@ import pydantic
 from gyre_sdk.errors import ConfigError
 
 PRESETS = Path(__file__).parent / "presets"
-PLACEHOLDERS = frozenset(
-    {"base_url", "token", "model", "instruction", "deadline_s", "workdir", "config", "install"}
-)
+PLACEHOLDERS = frozenset({"base_url", "token", "model", "instruction", "deadline_s", "workdir", "config", "install"})
 _placeholder = re.compile(r"\{([a-z_]+)\}")
 
 

@@ -106,9 +106,7 @@ class Runner:
             self._tell(order, "done", outcome=outcome)
         return outcome
 
-    async def _run_in_sandbox(
-        self, order: ExecutionOrder, handle: ExecutionHandle, deadline_s: float
-    ) -> Outcome:
+    async def _run_in_sandbox(self, order: ExecutionOrder, handle: ExecutionHandle, deadline_s: float) -> Outcome:
         try:
             sandbox = await self._start_sandbox(order)
         except SandboxError as error:
@@ -126,9 +124,7 @@ class Runner:
 
     async def _start_sandbox(self, order: ExecutionOrder) -> Sandbox:
         for attempt in range(1, self.settings.start_attempts + 1):
-            sandbox = make_sandbox(
-                order.task, backend=self.settings.sandbox, read_only_mounts=self.agent.mounts()
-            )
+            sandbox = make_sandbox(order.task, backend=self.settings.sandbox, read_only_mounts=self.agent.mounts())
             try:
                 await sandbox.start()
             except SandboxError:

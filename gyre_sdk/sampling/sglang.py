@@ -1,4 +1,4 @@
-"""A TokenClient for everything that speaks SGLang's native HTTP contract: SGLang, the embedded engine, Gyre's router."""
+"""A TokenClient for what speaks SGLang's native HTTP contract: SGLang, the embedded engine, Gyre's router."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class SGLangClient:
             body["session_id"] = request.session
         reply = _Reply(self.base_url)
         try:
-            async with self._http.stream("POST", f"{self.base_url}/generate", content=msgspec.json.encode(body), headers={"Content-Type": "application/json"}) as answer:  # fmt: skip
+            url, headers = f"{self.base_url}/generate", {"Content-Type": "application/json"}
+            content = msgspec.json.encode(body)
+            async with self._http.stream("POST", url, content=content, headers=headers) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():
@@ -85,7 +87,7 @@ class SGLangClient:
             return
 
     async def model_info(self) -> ModelInfo:
-        """From `/model_info`, and `/server_info` for what SGLang does not say there. Raises EngineGoneError, EngineError."""
+        """From `/model_info`, and `/server_info` for what is not there. Raises EngineGoneError, EngineError."""
         info = await self._get("/model_info")
         more = info if {"context_length", "vocab_size"} <= info.keys() else await self._get("/server_info")
         return ModelInfo(
@@ -143,9 +145,7 @@ class _Reply:
         """Raises EngineGoneError when the stream ended before the reply did."""
         finish = self.meta.get("finish_reason")
         if not isinstance(finish, Mapping):
-            raise EngineGoneError(
-                f"{self.engine}: the stream ended after {len(self.ids)} tokens without an end"
-            )
+            raise EngineGoneError(f"{self.engine}: the stream ended after {len(self.ids)} tokens without an end")
         return Completion(
             finish=_FINISHES.get(str(finish.get("type")), "error"),
             output_ids=np.asarray(self.ids, np.int32),

@@ -1,0 +1,144 @@
+"""`gyre run`: harness x tasks x group size, recorded and graded, without training."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import anyio
+from cyclopts import Parameter
+from rich.console import Console
+
+from gyre_sdk.cli.assembly import RunInfo, embedded_engine, make_agent, make_run_dir, resolve_model
+from gyre_sdk.cli.gateway import open_gateway
+from gyre_sdk.cli.live import RunView
+from gyre_sdk.cli.report import print_report
+from gyre_sdk.environments import load_tasks
+from gyre_sdk.errors import ConfigError
+from gyre_sdk.harness.config import SamplingConfig
+from gyre_sdk.harness.pool import Finished, PlannedExecution, Pool, load_or_make_plan, plan_groups
+from gyre_sdk.harness.records import sealed_outcomes
+from gyre_sdk.harness.runner import ExecutionOrder, Runner, RunnerSettings
+
+if TYPE_CHECKING:
+    from gyre_sdk.environments import Task
+    from gyre_sdk.harness.agents import Agent
+
+
+def run(
+    *,
+    tasks: Annotated[Path, Parameter(alias="-t")],
+    harness: Annotated[str, Parameter(alias="-a")] = "mini-swe-agent",
+    group_size: Annotated[int, Parameter(alias="-g")] = 1,
+    jobs: Annotated[int, Parameter(alias="-j")] = 2,
+    only: str = "",
+    model: Annotated[str, Parameter(alias="-m")] = "smollm2",
+    engine_url: str | None = None,
+    harness_install: str | None = None,
+    sandbox: str = "auto",
+    deadline: float | None = None,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    run_dir: Path | None = None,
+    resume: bool = False,
+) -> int:
+    """Run a harness on tasks and record branch graphs; no training.
+
+    Parameters
+    ----------
+    tasks
+        A task folder, or a folder of task folders (Harbor or NL2RepoBench layout).
+    harness
+        Preset name, path of a preset.toml, `oracle` (the task's solution) or `nop` (nothing).
+    group_size
+        Executions of each task.
+    jobs
+        Executions at the same time.
+    only
+        Comma-separated names of the tasks to take.
+    model
+        Model folder, `smollm2` or `tiny`; served by the embedded engine unless --engine-url is given. Its tokenizer is always used.
+    engine_url
+        A running SGLang server, or anything that speaks its /generate.
+    harness_install
+        Folder of the harness's installation, when it is not the preset's default.
+    sandbox
+        auto, bwrap, unshare, podman, docker or process (no isolation).
+    deadline
+        Upper bound in seconds on an agent's time; the task's own limit holds when it is shorter.
+    temperature, max_new_tokens
+        Sampling, pinned by the gateway whatever the harness asks for.
+    run_dir
+        Where to record; the default is ./runs/<time>-run.
+    resume
+        Go on with the run in --run-dir: finished executions are kept, the others start again.
+    """
+    console = Console()
+    if group_size < 1:
+        raise ConfigError(f"--group-size must be at least 1, not {group_size}")
+    found = load_tasks(tasks, only=[name for name in only.split(",") if name] or None)
+    agent = make_agent(harness, harness_install)
+    folder = make_run_dir(run_dir, "run")
+    plan = load_or_make_plan(folder, lambda: plan_groups(found, group_size), resume=resume)
+    settings = RunnerSettings(sandbox=sandbox, deadline_s=deadline)
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
+    model_dir = resolve_model(model, console) if agent.needs_model else None
+    info = RunInfo("run", time.time(), model if model_dir else "", agent.name, [t.name for t in found], group_size)
+    info.write(folder)
+
+    async def work() -> list[Finished]:
+        if model_dir is None:
+            return await _execute(folder, found, plan, agent, settings, sampling, jobs, None, "", console)
+        if engine_url is not None:
+            return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, engine_url, console)
+        with console.status("starting the engine"):
+            engine = embedded_engine(model_dir, folder)
+            url = await engine.__aenter__()
+        try:
+            return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, url, console)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engine.__aexit__(None, None, None)
+
+    finished = anyio.run(work)
+    print_report(console, folder, finished)
+    return 0 if any(f.outcome.valid for f in finished) or not finished else 1
+
+
+async def _execute(
+    folder: Path,
+    tasks: Sequence[Task],
+    plan: Sequence[PlannedExecution],
+    agent: Agent,
+    settings: RunnerSettings,
+    sampling: SamplingConfig,
+    jobs: int,
+    model_dir: Path | None,
+    engine_url: str,
+    console: Console,
+) -> list[Finished]:
+    by_name = {task.name: task for task in tasks}
+    missing = sorted({line.task for line in plan} - by_name.keys())
+    if missing:
+        raise ConfigError(f"the run's plan names tasks that are not there: {', '.join(missing)}")
+    orders = [ExecutionOrder(line.execution, line.group, by_name[line.task]) for line in plan]
+    ended = sealed_outcomes(folder)
+    finished = [Finished(order, ended[order.execution]) for order in orders if order.execution in ended]
+    todo = [order for order in orders if order.execution not in ended]
+    view = RunView(console, f"{agent.name} on {len(tasks)} tasks", total=len(todo))
+    if finished:
+        view.note(f"{len(finished)} executions ended earlier and are kept")
+    async with open_gateway(folder, model_dir, engine_url, sampling) as (gateway, port):
+        runner = Runner(gateway, port, agent, settings, folder, view.report)
+        with view.live():
+            async for one in Pool(runner, jobs).run_all(todo):
+                finished.append(one)
+    return finished
+
+
+def status_counts(finished: Sequence[Finished]) -> Counter[str]:
+    """How many executions ended in which way."""
+    return Counter(one.outcome.status for one in finished)
