@@ -1,0 +1,154 @@
+"""Questions the rules ask of the state. Each is a pure predicate or number; none changes anything."""
+
+from __future__ import annotations
+
+import math
+
+from gyre_backend.cells.policy_config import PolicyConfig
+from gyre_backend.cells.state import Phase, Role, SchedulerState
+
+
+def round_trip(state: SchedulerState, config: PolicyConfig) -> float:
+    """Cost of a move to training and back, s: measured, or the configured guess until both ways were seen."""
+    there, back = state.move_seconds
+    return there + back if there > 0 and back > 0 else config.round_trip_s
+
+
+def backlog_gate(state: SchedulerState, config: PolicyConfig) -> float:
+    """b, s."""
+    return config.backlog_trips * round_trip(state, config) if config.backlog_s is None else config.backlog_s
+
+
+def starve_gate(state: SchedulerState, config: PolicyConfig) -> float:
+    """s, s."""
+    return config.starve_trips * round_trip(state, config) if config.starve_s is None else config.starve_s
+
+
+def step_is_full(state: SchedulerState, config: PolicyConfig) -> bool:
+    """The open or next step has, or could have, all its groups: training is what everything waits for."""
+    return len(state.members) + state.fits >= config.groups_per_step
+
+
+def pressure(state: SchedulerState, config: PolicyConfig) -> float:
+    """Training work that could be done now or right after the open step, cell-seconds.
+
+    What is ready counts unless an open step has room and still doesn't take it (it is reserved for older
+    groups).
+    """
+    if state.phase is Phase.OPEN and len(state.members) < config.groups_per_step:
+        return state.queued_work
+    return state.queued_work + state.ready_work if state.fits or state.phase is not Phase.IDLE else 0.0
+
+
+def enough_ready(state: SchedulerState, config: PolicyConfig) -> bool:
+    """The readiness of the core: phi * mu * B groups, or all the burst still needs."""
+    # A step with reserved places takes only `fits`; otherwise later steps of the burst take what this one has
+    # no room for.
+    room = config.groups_per_step - len(state.members)
+    ready = state.fits if state.fits < min(room, len(state.ready)) else len(state.ready)
+    have = ready + len(state.members) - len(state.trained)
+    missing = state.burst_left * config.groups_per_step - len(state.trained)
+    return have >= max(1, min(math.ceil(config.readiness * config.burst_steps * config.groups_per_step), missing))
+
+
+def rollout_is_idle(state: SchedulerState, config: PolicyConfig) -> bool:
+    """Nothing runs and nothing may be sent: the rollout side has no use for its cells."""
+    return (
+        state.waterlevel == 0 and state.outstanding >= config.limit
+        if config.dispatch == "slots"
+        else state.waterlevel == 0
+    )
+
+
+def rollout_waits(state: SchedulerState, config: PolicyConfig) -> bool:
+    """The rollout side has executions, or the right to send some, that find no slots."""
+    if state.waterlevel > state.capacity:
+        return True
+    room = config.dispatch == "slots" and state.outstanding < config.limit
+    return room and state.waterlevel + config.group_size > state.capacity
+
+
+def stranded(state: SchedulerState, config: PolicyConfig) -> bool:
+    """No slot serves rollouts, though executions wait for one or the step can't get its groups without."""
+    if state.capacity > 0:
+        return False
+    may_send = config.dispatch == "slots" and state.outstanding < config.limit
+    return state.waterlevel > 0 or (may_send and not step_is_full(state, config))
+
+
+def next_mover(state: SchedulerState) -> int | None:
+    """The first cell in order that is in rollout; a satellite only behind a training core."""
+    core = state.cells[0].role
+    if core is Role.ROLLOUT:
+        return 0
+    if core is not Role.TRAINING:
+        return None
+    for index, cell in enumerate(state.cells):
+        if cell.role is Role.ROLLOUT:
+            return index
+    return None
+
+
+def wants(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
+    """Every gate but the waterlevel lets `mover` go to training."""
+    if mover == 0:
+        if not enough_ready(state, config):
+            return False
+        held = state.ready_since is not None and state.now >= state.ready_since + config.hold_s
+        return held or rollout_is_idle(state, config)
+    gate = backlog_gate(state, config)
+    if gate == 0:
+        return True
+    if state.phase is not Phase.OPEN:
+        return False
+    training = state.count(Role.TRAINING)
+    return pressure(state, config) >= gate * (training + 1)
+
+
+def level_allows(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
+    """w <= load_limit * (C_R - C_e); the last rollout slots go only when nothing is left to roll out for the
+    step."""
+    after = state.capacity - state.cells[mover].slots
+    if state.waterlevel > after:
+        return False
+    if after == 0:
+        return step_is_full(state, config)
+    return state.waterlevel <= config.load_limit * after or step_is_full(state, config)
+
+
+def draining(state: SchedulerState, config: PolicyConfig) -> bool:
+    """A cell would move to training now if only w were low enough: its slots must not be filled again."""
+    if config.moves != "serial" or state.moving:
+        return False
+    mover = next_mover(state)
+    if mover is None or not wants(state, mover, config):
+        return False
+    after = state.capacity - state.cells[mover].slots
+    if after == 0:
+        return step_is_full(state, config)
+    # w <= after as well: sending a group now could lift w over the level again before the cell has left.
+    return config.load_limit == 1 or step_is_full(state, config)
+
+
+def switch_threshold(config: PolicyConfig) -> int:
+    """Step switch: groups that must be ready before the pool is reclaimed (verl's clamp)."""
+    return min(max(round(config.switch_ratio * config.groups_per_step), 1), config.groups_per_step)
+
+
+def lends(state: SchedulerState, config: PolicyConfig) -> bool:
+    """Step switch, between steps: lend the pool to rollout if groups are missing and the wait outweighs a
+    round trip.
+
+    verl's rule: benefit = missing * wait per sample * (1 - 1/scale), scale = (pool + standalone) /
+    standalone; an unknown benefit or cost counts as "lend".
+    """
+    if config.moves != "pool" or state.phase is not Phase.IDLE:
+        return False
+    missing = switch_threshold(config) - state.fits
+    if missing <= 0:
+        return False
+    pool = sum(c.slots for c in state.cells[: config.train_cells] if c.role is not Role.LOST)
+    staying = state.standalone + sum(c.slots for c in state.cells[config.train_cells :] if c.role is Role.ROLLOUT)
+    if state.group_wait == 0 or staying == 0 or 0 in state.move_seconds:
+        return True
+    return missing * state.group_wait * (pool / (pool + staying)) > sum(state.move_seconds)

@@ -1,0 +1,134 @@
+"""Rules for optimizer steps and for dispatch: which groups train when, and when new ones are sent."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from gyre_backend.cells.policy_config import PolicyConfig
+from gyre_backend.cells.policy_gates import draining, lends, step_is_full, stranded
+from gyre_backend.cells.state import (
+    Action,
+    Assign,
+    BeginStep,
+    Dispatch,
+    EndStep,
+    Group,
+    Phase,
+    Role,
+    SchedulerState,
+)
+
+
+def advance(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+    """End the open step when all of it is trained; else begin one if the core trains; else assign what became
+    ready."""
+    fits = assignable(state, config)
+    if len(fits) != state.fits:
+        state = replace(state, fits=len(fits))
+    if state.phase is Phase.CLOSING or state.cells[0].role is not Role.TRAINING:
+        return state
+    if state.phase is Phase.IDLE:
+        if state.releasing and config.release_at_burst_end:
+            return state
+        if not step_is_full(state, config) and stranded(state, config):
+            return state
+        if not fits or (not config.streaming and len(fits) < config.groups_per_step) or lends(state, config):
+            return state
+        actions.append(BeginStep(state.version))
+        return _assign(replace(state, phase=Phase.OPEN), fits, actions)
+    if len(state.members) < config.groups_per_step:
+        return _assign(state, fits, actions) if fits else state
+    if len(state.trained) == config.groups_per_step:
+        actions.append(EndStep(state.version))
+        return replace(state, phase=Phase.CLOSING, queued_micro_steps=0, queued_work=0.0)
+    return state
+
+
+def _assign(state: SchedulerState, groups: tuple[Group, ...], actions: list[Action]) -> SchedulerState:
+    actions.append(Assign(state.version, tuple(g.id for g in groups)))
+    taken = {g.id for g in groups}
+    ready = tuple(g for g in state.ready if g.id not in taken)
+    work = sum(g.work for g in groups)
+    # Until the driver reports its queue, the assigned work is the best estimate of it.
+    return replace(
+        state,
+        members=state.members + groups,
+        ready=ready,
+        ready_work=sum(g.work for g in ready),
+        fits=0,
+        queued_micro_steps=state.queued_micro_steps + len(groups),
+        queued_work=state.queued_work + work,
+    )
+
+
+def assignable(state: SchedulerState, config: PolicyConfig) -> tuple[Group, ...]:
+    """The ready groups that the next or open step may take now, oldest version first.
+
+    With a staleness budget S this is earliest-deadline-first with reservations: a group dispatched at version
+    u must be in step u + S at the latest. Of the groups not trained yet, let N_k be those due within k steps
+    of this one; after this step at most k * B of them may remain, so N_k - k * B places of this step are
+    theirs, ready or not. A younger group gets a place only beyond those.
+    """
+    room = config.groups_per_step - len(state.members)
+    if room <= 0 or not state.ready:
+        return ()
+    if config.max_staleness is None:
+        return state.ready[:room]
+    oldest = state.version - config.max_staleness
+    waiting = [0] * (config.max_staleness + 1)
+    for version, count in state.inflight:
+        waiting[max(version - oldest, 0)] += count
+    for group in state.ready:
+        waiting[max(group.version - oldest, 0)] += 1
+    taken: list[Group] = []
+    for group in state.ready:
+        due = max(group.version - oldest, 0)
+        left = room - len(taken)
+        if left <= 0:
+            break
+        older = reserve = 0
+        for k in range(due):
+            older += waiting[k]
+            reserve = max(reserve, older - k * config.groups_per_step)
+        if left <= reserve:
+            break
+        taken.append(group)
+        waiting[due] -= 1
+    return tuple(taken)
+
+
+def dispatch_burst(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+    """At a burst's start, refill to the limit; within it, only replace groups that were dropped and are
+    needed."""
+    target = config.limit if state.refill else min(state.burst_left * config.groups_per_step, config.limit)
+    return _dispatch(
+        replace(state, refill=False) if state.refill else state, target - state.outstanding, config, actions
+    )
+
+
+def dispatch_slots(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+    """Fill free slots with whole groups up to the limit, unless a cell is waiting for slots to drain."""
+    room = config.limit - state.outstanding
+    if room <= 0 or state.capacity <= 0 or draining(state, config):
+        return state
+    groups = min(room, (state.capacity - state.waterlevel) // config.group_size)
+    if groups <= 0 and state.waterlevel == 0:
+        groups = 1  # a group larger than all slots must still run
+    return _dispatch(state, groups, config, actions)
+
+
+def _dispatch(state: SchedulerState, groups: int, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+    if groups <= 0:
+        return state
+    actions.append(Dispatch(groups, state.version))
+    inflight = state.inflight
+    if inflight and inflight[-1][0] == state.version:
+        inflight = (*inflight[:-1], (state.version, inflight[-1][1] + groups))
+    else:
+        inflight = (*inflight, (state.version, groups))
+    return replace(
+        state,
+        dispatched=state.dispatched + groups * config.group_size,
+        inflight=inflight,
+        num_inflight=state.num_inflight + groups,
+    )
