@@ -55,6 +55,11 @@ class HarnessError(GyreError):
 class EngineError(GyreError):
     """An engine or router refused, failed or vanished."""
 
+    status: int | None = None
+    """HTTP status it refused with, when it answered."""
+    retry_after: float | None = None
+    """Seconds after which it wants to be asked again."""
+
 
 class ContextOverflowError(EngineError):
     """The prompt, or prompt plus reply, is longer than the model's context."""

@@ -36,9 +36,7 @@ class Wal:
     thread.
     """
 
-    def __init__(
-        self, path: Path, flusher: Flusher, file: int, next_seq: int, offset: int, head: bytes
-    ) -> None:
+    def __init__(self, path: Path, flusher: Flusher, file: int, next_seq: int, offset: int, head: bytes) -> None:
         self.path = path
         self.next_seq = next_seq
         """Number the next record will get."""

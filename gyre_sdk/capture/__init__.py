@@ -1,0 +1,1 @@
+"""Standing in front of a harness: dialects, renderer door, matcher, recorder, gateway, WAL."""

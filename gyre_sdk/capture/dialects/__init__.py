@@ -1,0 +1,1 @@
+"""Wire formats of providers, one file each, behind `base.Dialect`."""

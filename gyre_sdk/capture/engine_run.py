@@ -1,0 +1,124 @@
+"""One call on an engine, continued elsewhere or anew from its partial tokens when the engine fails in mid-reply."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+import numpy as np
+
+from gyre_sdk.capture.config import GatewayConfig
+from gyre_sdk.capture.live import LiveCall
+from gyre_sdk.errors import EngineError, EngineGoneError
+from gyre_sdk.sampling import Chunk, Completion, GenerateRequest, Sampling, TokenClient
+from gyre_sdk.wire.records import Finish, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a call ended at the engine; its tokens are in the call's `sampled`."""
+
+    finish: Finish
+    cached_tokens: int
+    engine: str
+
+
+class EngineRun:
+    """Drives one call. Tokens go to `call.sampled` as they arrive."""
+
+    def __init__(self, client: TokenClient, config: GatewayConfig) -> None:
+        self._client = client
+        self._config = config
+
+    async def run(self, call: LiveCall, execution: str) -> Finished:
+        """Raises EngineError when the engine refuses, or keeps failing."""
+        assert call.prompt is not None
+        assert call.sampling is not None
+        attempts = 0
+        while True:
+            before = call.sampled.size
+            try:
+                completion = await self._attempt(call, execution, attempts)
+            except EngineGoneError:
+                self._close_spans(call, before)
+                attempts += 1
+                if attempts > self._config.resume_attempts:
+                    raise
+                await anyio.sleep(0.05 * 2**attempts)
+                continue
+            if completion.finish in ("abort", "error") and not call.abandoned:
+                attempts += 1
+                if attempts > self._config.resume_attempts:
+                    raise EngineGoneError(f"the engine ended the call before its end ({completion.finish})")
+                await anyio.sleep(0.05 * 2**attempts)
+                continue
+            return Finished(completion.finish, completion.cached_tokens, completion.engine)
+
+    async def _attempt(self, call: LiveCall, execution: str, attempt: int) -> Completion:
+        assert call.prompt is not None
+        assert call.sampling is not None
+        before = call.sampled.size
+        prompt = call.prompt
+        sampling: Sampling = call.sampling
+        if before:
+            prompt = np.concatenate([prompt, call.sampled.all_ids()])
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, sampling.max_new_tokens - before))
+        request = GenerateRequest(
+            rid=call.rid if attempt == 0 else f"{call.rid}{attempt}.",
+            input_ids=prompt,
+            sampling=sampling,
+            cache_salt=self._config.cache_salt,
+            session=execution,
+        )
+        completion: Completion | None = None
+        try:
+            async for event in self._client.generate(request):
+                if isinstance(event, Chunk):
+                    if call.first_token_at is None and len(event.output_ids):
+                        call.first_token_at = time.time()
+                    call.sampled.add(event.output_ids, event.logprobs)
+                    call.tell()
+                else:
+                    completion = event
+        except BaseException as error:
+            if completion is None and not isinstance(error, EngineError):
+                with anyio.CancelScope(shield=True):
+                    await self._client.abort(request.rid)
+            raise
+        if completion is None:
+            raise EngineGoneError("the engine's stream ended without a completion")
+        self._reconcile(call, completion, before)
+        return completion
+
+    def _reconcile(self, call: LiveCall, completion: Completion, before: int) -> None:
+        """What a stream may have left out is in the completion; what it may have invented is an error."""
+        streamed = call.sampled.size - before
+        if streamed > len(completion.output_ids):
+            raise EngineError(
+                f"the engine streamed {streamed} tokens but completed {len(completion.output_ids)}: not recorded"
+            )
+        if streamed:
+            tail = call.sampled.all_ids()[before:]
+            if not np.array_equal(tail, completion.output_ids[:streamed]):
+                raise EngineError("the engine's streamed tokens differ from its completion: not recorded")
+        call.sampled.add(completion.output_ids[streamed:], completion.logprobs[streamed:])
+        if call.first_token_at is None and call.sampled.size:
+            call.first_token_at = time.time()
+        if len(completion.output_ids) != len(completion.logprobs):
+            raise EngineError(
+                f"the engine sent {len(completion.output_ids)} tokens with {len(completion.logprobs)} logprobs"
+            )
+        call.sampled.versions += [
+            Span(span.version, span.start + before, span.end + before)
+            for span in completion.versions
+            if span.end > span.start
+        ]
+
+    def _close_spans(self, call: LiveCall, before: int) -> None:
+        """Partial tokens of a lost stream: nobody told their policy version, so it is the one last seen."""
+        sampled = call.sampled
+        if sampled.size > before:
+            version = sampled.versions[-1].version if sampled.versions else call.version_hint
+            sampled.versions.append(Span(version, before, sampled.size))

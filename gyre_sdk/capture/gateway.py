@@ -1,0 +1,327 @@
+"""The gateway: one ASGI app in front of all harnesses of a run. Border 1 of the architecture."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+
+from gyre_sdk.capture.config import ExecutionSpec, GatewayConfig
+from gyre_sdk.capture.dialects.base import Dialect, Incoming, Problem, problem_of
+from gyre_sdk.capture.dialects.chat import ChatDialect
+from gyre_sdk.capture.model import ChatRenderer
+from gyre_sdk.capture.recorder import Recorder
+from gyre_sdk.capture.respond import Client, StreamBrokenError, answer, send_problem
+from gyre_sdk.capture.wal import Flusher, Wal
+from gyre_sdk.errors import ConfigError, GyreError, RequestError, SealedError, UnauthorizedError
+from gyre_sdk.graph import BranchGraph
+from gyre_sdk.sampling import ModelInfo, TokenClient
+from gyre_sdk.wire.records import Opened, Outcome, Record
+
+log = logging.getLogger("gyre.gateway")
+Renderer = ChatRenderer
+_EXECUTION = re.compile(r"[0-9a-f]{12}")
+SEALED_KEPT = 4096
+"""How many ended executions are remembered, to answer their late calls with 410 instead of 401."""
+
+
+class RecordSink(Protocol):
+    """Told of every execution's WAL as it is opened; a stream to the backend tails it from there."""
+
+    def opened(self, execution: str, wal: Wal) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionHandle:
+    """An open execution, as its owner sees it."""
+
+    execution: str
+    token: str
+    base_url: str
+    """Without `/v1`; empty while the gateway is not being served."""
+    recorder: Recorder
+
+    @property
+    def graph(self) -> BranchGraph:
+        """The branch graph so far; read only."""
+        return self.recorder.graph
+
+
+class Gateway:
+    """Records every call of every execution, and serves them from one engine client.
+
+    client: where tokens come from. renderer: the model's template. run_dir: `executions/<id>/wal.gyre` go there.
+    """
+
+    def __init__(
+        self,
+        client: TokenClient,
+        renderer: Renderer,
+        run_dir: Path,
+        config: GatewayConfig | None = None,
+        sink: RecordSink | None = None,
+    ) -> None:
+        self.client = client
+        self.renderer = renderer
+        self.run_dir = run_dir
+        self.config = config or GatewayConfig()
+        self.sink = sink
+        self.base_url = ""
+        self._flusher = Flusher()
+        self._info: ModelInfo | None = None
+        self._by_token: dict[bytes, tuple[str, Recorder]] = {}
+        self._recorders: dict[str, Recorder] = {}
+        self._tokens: dict[str, bytes] = {}
+        self._ended: dict[bytes, str] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    # -- executions --------------------------------------------------------------------------------------------
+
+    async def open(self, spec: ExecutionSpec) -> ExecutionHandle:
+        """Begin an execution. Raises ConfigError for a bad or used id, StorageError, EngineError."""
+        execution = spec.execution or secrets.token_hex(6)
+        if not _EXECUTION.fullmatch(execution):
+            raise ConfigError(f"execution id {execution!r}: expected 12 lower-case hex digits")
+        if execution in self._recorders or execution in self._outcomes:
+            raise ConfigError(f"execution {execution} was opened already")
+        info = await self.model_info()
+        token = secrets.token_urlsafe(32)
+        wal = Wal.create(self.wal_path(execution), self._flusher)
+        graph = BranchGraph()
+        recorder = self._recorder(execution, wal, graph, info, spec)
+        opened = Opened(
+            execution=execution,
+            at=time.time(),
+            group=spec.group,
+            task=spec.task,
+            harness=spec.harness,
+            model=info.model,
+            deadline_s=spec.deadline_s,
+            meta=spec.meta,
+        )
+        await recorder.durable(recorder.write(opened))
+        return self._enter(execution, token, recorder, wal)
+
+    def _recorder(self, execution: str, wal: Wal, graph: BranchGraph, info: ModelInfo, spec: ExecutionSpec) -> Recorder:
+        limits = spec.limits or self.config.limits
+        return Recorder(execution, wal, graph, self.renderer, self.client, info, self.config, limits)
+
+    def _enter(self, execution: str, token: str, recorder: Recorder, wal: Wal) -> ExecutionHandle:
+        key = _token_key(token)
+        self._by_token[key] = (token, recorder)
+        self._tokens[execution] = key
+        self._recorders[execution] = recorder
+        if self.sink is not None:
+            self.sink.opened(execution, wal)
+        return ExecutionHandle(execution, token, self.base_url, recorder)
+
+    async def seal(self, execution: str, outcome: Outcome) -> None:
+        """End an execution: late calls are cancelled, the outcome is attached once. Idempotent for an equal outcome."""
+        recorder = self._recorders.get(execution)
+        if recorder is None:
+            if execution not in self._outcomes:
+                raise ConfigError(f"execution {execution} is not open here")
+            if self._outcomes[execution] != outcome:
+                raise ConfigError(f"execution {execution} is sealed already, with another outcome")
+            return
+        key = self._tokens[execution]
+        await recorder.seal(outcome)
+        self._recorders.pop(execution, None)
+        self._tokens.pop(execution, None)
+        self._by_token.pop(key, None)
+        self._outcomes[execution] = outcome
+        self._ended[key] = execution
+        while len(self._ended) > SEALED_KEPT:
+            self._ended.pop(next(iter(self._ended)))
+
+    def executions(self) -> Mapping[str, Recorder]:
+        """Open executions."""
+        return dict(self._recorders)
+
+    def wal_path(self, execution: str) -> Path:
+        """Where an execution's log lies."""
+        return self.run_dir / "executions" / execution / "wal.gyre"
+
+    async def model_info(self) -> ModelInfo:
+        """The engine's model, asked once. Raises ConfigError when it does not fit the tokenizer."""
+        if self._info is None:
+            info = await self.client.model_info()
+            if info.vocab_size and info.vocab_size < max(self.renderer.stop_ids):
+                raise ConfigError(
+                    f"the engine's vocabulary ({info.vocab_size}) is smaller than the tokenizer's: another model's?"
+                )
+            self._info = info
+        return self._info
+
+    async def aclose(self) -> None:
+        """Stop running calls and write what is queued. Executions stay open: another gateway can go on with them."""
+        for recorder in self._recorders.values():
+            await recorder.stop()
+        await asyncio.to_thread(self._flusher.close)
+
+    # -- HTTP --------------------------------------------------------------------------------------------------
+
+    def app(self) -> Starlette:
+        """The ASGI app."""
+        chat = ChatDialect()
+        routes = [
+            *self._post(("/chat/completions",), chat),
+            *self._get(("/models",), self._models),
+            Route("/", self._alive, methods=["GET", "HEAD"]),
+            Route("/healthz", self._alive, methods=["GET", "HEAD"]),
+        ]
+        return Starlette(routes=routes)
+
+    def _post(self, paths: tuple[str, ...], dialect: Dialect) -> list[Route]:
+        return [
+            Route(prefix + path, _Endpoint(self, dialect), methods=["POST"]) for path in paths for prefix in ("", "/v1")
+        ]
+
+    def _get(self, paths: tuple[str, ...], handler: Callable[[Request], Awaitable[Any]]) -> list[Route]:
+        return [Route(prefix + path, handler, methods=["GET"]) for path in paths for prefix in ("", "/v1")]
+
+    async def _alive(self, request: Request) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"status": "ok", "executions": len(self._recorders)})
+
+    async def _models(self, request: Request) -> Any:
+        from starlette.responses import JSONResponse
+
+        try:
+            self.authenticate(request.headers, request.query_params)
+        except RequestError as error:
+            return JSONResponse(ChatDialect().error(problem_of(error, 1.0)), status_code=error.status)
+        model = {"id": self.config.model, "object": "model", "created": 0, "owned_by": "gyre"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def authenticate(self, headers: Mapping[str, str], query: Mapping[str, str]) -> Recorder:
+        """The execution a request belongs to. Raises UnauthorizedError or SealedError."""
+        token = token_of(headers, query)
+        if not token:
+            raise UnauthorizedError("no API key: the key is the execution's token", code="invalid_api_key")
+        key = _token_key(token)
+        entry = self._by_token.get(key)
+        if entry is not None and hmac.compare_digest(entry[0].encode(), token.encode()):
+            return entry[1]
+        if key in self._ended:
+            raise SealedError(f"execution {self._ended[key]} has ended; nothing more is recorded for it", code="sealed")
+        raise UnauthorizedError("this API key names no execution", code="invalid_api_key")
+
+    @asynccontextmanager
+    async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Serve on an address; yields the base URL (without /v1). Only loopback: tokens travel in the clear.
+
+        Raises ConfigError when the port is taken or the address is no loopback one.
+        """
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise ConfigError(f"the gateway listens on loopback only, not on {host}")
+        listener = _listen(host, port)
+        config = uvicorn.Config(
+            self.app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=2**20,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server._serve([listener]))
+        try:
+            while not server.started:
+                if task.done():
+                    task.result()
+                    raise ConfigError("the gateway's server ended while starting")
+                await asyncio.sleep(0.005)
+            self.base_url = f"http://{host}:{listener.getsockname()[1]}"
+            yield self.base_url
+        finally:
+            server.should_exit = server.force_exit = True
+            for recorder in self._recorders.values():
+                await recorder.stop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            listener.close()
+            self.base_url = ""
+            await self.aclose()
+
+
+class _Endpoint:
+    """An ASGI endpoint: raw, since it must know when the client is gone and must be able to break a stream."""
+
+    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
+        self.gateway = gateway
+        self.dialect = dialect
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope)
+        client = Client(receive, send)
+        config = self.gateway.config
+        try:
+            recorder = self.gateway.authenticate(request.headers, request.query_params)
+            body = await client.body(config.max_body_bytes)
+            incoming = Incoming(body, request.headers, request.url.path, request.query_params, request.path_params)
+            model_request = self.dialect.parse(incoming)
+            call = await recorder.start(model_request)
+            await answer(client, self.dialect, model_request, recorder, call)
+        except GyreError as error:
+            if not client.started and not client.gone:
+                await send_problem(client, self.dialect, problem_of(error, config.retry_after_s))
+        except StreamBrokenError:
+            log.info("a stream was cut after its error event")
+        except Exception:  # boundary: a bug of ours is answered in the dialect's shape, and logged
+            log.exception("unexpected error while serving %s", request.url.path)
+            if not client.started:
+                await send_problem(client, self.dialect, Problem(500, "internal error", "server"))
+        finally:
+            client.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def token_of(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    """The API key of a request, wherever its dialect puts it."""
+    bearer = headers.get("authorization", "")
+    if bearer[:7].lower() == "bearer ":
+        return bearer[7:].strip()
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key") or ""
+
+
+def _token_key(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+__all__ = ["ExecutionHandle", "ExecutionSpec", "Gateway", "GatewayConfig", "Record", "RecordSink"]

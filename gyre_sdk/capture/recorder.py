@@ -1,0 +1,478 @@
+"""One execution's calls: resolve, intent, engine, result, delivery. Every change of its graph happens in `Recorder.write`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import anyio.to_thread
+import msgspec
+
+from gyre_sdk.capture.canonical import Canon, Digest
+from gyre_sdk.capture.config import GatewayConfig, Limits
+from gyre_sdk.capture.contexts import Contexts, Match
+from gyre_sdk.capture.engine_run import EngineRun, Finished
+from gyre_sdk.capture.live import LiveCall
+from gyre_sdk.capture.model import ChatRenderer, Ids, ModelRequest, ParsedReply, Reply, ToolCall
+from gyre_sdk.capture.prompts import Prompt, Prompter
+from gyre_sdk.capture.reading import Reader, ReadRequest
+from gyre_sdk.capture.wal import Wal
+from gyre_sdk.errors import ContextOverflowError, EngineError, GyreError, RequestError, SealedError
+from gyre_sdk.graph import BranchGraph
+from gyre_sdk.graph.folding import check
+from gyre_sdk.sampling import ModelInfo, Sampling, TokenClient
+from gyre_sdk.wire import pack_floats, pack_ids
+from gyre_sdk.wire.records import Delivered, Event, Failed, Intent, Link, Outcome, Record, Result, Sealed
+
+
+class StoredRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`Intent.request`: what was new in a request. Enough to know its messages again after a restart."""
+
+    base: int = -1
+    """Call that the message list begins with ..."""
+    reply: bool = True
+    """... with its reply, or without."""
+    parts: list[dict[str, str] | str] = []
+    """New parts; a string is the hex digest of a part that was stored before."""
+    tools: list[dict[str, object]] | None = None
+    """Tools, when they were not stored before."""
+    tools_digest: str = ""
+    model: str = ""
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """What users want to see of an execution's fidelity and traffic."""
+
+    calls: int = 0
+    finished: int = 0
+    failed: int = 0
+    replayed: int = 0
+    rerenders: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Recorder:
+    """Serves the calls of one execution and records them."""
+
+    def __init__(
+        self,
+        execution: str,
+        wal: Wal,
+        graph: BranchGraph,
+        renderer: ChatRenderer,
+        client: TokenClient,
+        info: ModelInfo,
+        config: GatewayConfig,
+        limits: Limits,
+    ) -> None:
+        self.execution = execution
+        self.graph = graph
+        self.config = config
+        self.limits = limits
+        self.counters = Counters()
+        self.live: dict[int, LiveCall] = {}
+        self.sealed: Outcome | None = None
+        self.limit_reached = ""
+        """Which cap ended the execution, for its owner."""
+        self._wal = wal
+        self._renderer = renderer
+        self._client = client
+        self._info = info
+        canon = Canon(config.matcher)
+        self.contexts = Contexts(canon)
+        self.reader = Reader(canon)
+        self.prompter = Prompter(renderer, self.contexts, self.reader, self._context_of, self._output_of)
+        self._stored: set[Digest] = set()
+        self._pending: dict[Digest, list[LiveCall]] = {}
+        """Calls whose reply was not delivered whole, by prompt: a repeated request gets them."""
+        self._next = 0
+        self._version_hint = info.weight_version
+
+    # -- the one place where things change ---------------------------------------------------------------------
+
+    def write(self, record: Record) -> int:
+        """Append a record to the WAL and fold it into the graph. Returns its seq; durable after `durable(seq)`."""
+        check(self.graph, record)
+        seq = self._wal.append(record)
+        self.graph.apply(record)
+        return seq
+
+    async def durable(self, seq: int) -> None:
+        """Wait until record `seq` is on disk. Raises StorageError."""
+        await self._wal.durable(seq)
+
+    # -- a call ------------------------------------------------------------------------------------------------
+
+    async def start(self, request: ModelRequest) -> LiveCall:
+        """Accept a request: returns the call to wait for, which may be an earlier one whose reply never arrived.
+
+        Raises RequestError (also when sealed or over a cap) and ContextOverflowError; then nothing was recorded.
+        """
+        self._check_open()
+        heavy = self.reader.is_heavy(request)
+        read = await anyio.to_thread.run_sync(self.reader.read, request) if heavy else self.reader.read(request)
+        if not read.parts:
+            raise RequestError("the request holds no messages")
+        conversation = self.contexts.conversation(read.parts, read.tools_digest)
+        waiting = self._waiting_for(conversation.end)
+        if waiting is not None:
+            self.counters.replayed += 1
+            return waiting
+        self._check_limits()
+        match = self.contexts.match(conversation, read.call_ids)
+        prompt = await self.prompter.make(request, read, match)
+        self._check_open()
+        self._check_length(prompt)
+        call = await self._begin(request, read, match, prompt)
+        call.task = asyncio.create_task(self._serve(call, request), name=f"gyre-call-{call.rid}")
+        return call
+
+    def _waiting_for(self, key: Digest) -> LiveCall | None:
+        """An unfinished or undelivered call with this prompt that nobody listens to any more."""
+        if not self.config.replay:
+            return None
+        for call in self._pending.get(key, []):
+            if call.consumers == 0 and not call.delivered and call.error is None:
+                return call
+        return None
+
+    async def _begin(self, request: ModelRequest, read: ReadRequest, match: Match, prompt: Prompt) -> LiveCall:
+        """Write the intent, durably, and know the prompt from now on."""
+        number = self._next
+        self._next += 1
+        base_call, base_len = self._base_of(prompt)
+        sampling = self._sampling(request, len(prompt.ids), number)
+        first_new = prompt.kept if prompt.base_call >= 0 else 0
+        intent = Intent(
+            call=number,
+            at=time.time(),
+            dialect=request.dialect,
+            base_call=base_call,
+            base_len=base_len,
+            delta=pack_ids(prompt.ids[base_len:]),
+            sampling=_recorded(sampling),
+            marks=request.marks,
+            rerender=prompt.rerender,
+            rerender_of=prompt.rerender_of,
+            request=msgspec.json.encode(self._stored_request(request, read, prompt)),
+        )
+        seq = self.write(intent)
+        if match.same_prompt >= 0 and self.graph.calls[match.same_prompt].state != "failed":
+            self.write(
+                Link(kind="retries", source=match.same_prompt, target=number, at=intent.at, reason="same prompt")
+            )
+        start = self.contexts.root(read.tools_digest)
+        if prompt.base_call >= 0:
+            base = self.contexts.calls[prompt.base_call]
+            start = (base.after or base.prompt) if prompt.from_reply else base.prompt
+        known = self.contexts.add(number, start, read.tools_digest, read.parts[first_new:])
+        known.seen_tools = read.tools
+        rid = f"e{self.execution}.c{number:06d}."
+        call = LiveCall(number, rid, prompt.ids, read.tools, self._renderer)
+        call.sampling = sampling
+        call.version_hint = self._version_hint
+        self.live[number] = call
+        self._pending.setdefault(known.prompt.key, []).append(call)
+        self.counters.calls += 1
+        self.counters.prompt_tokens += len(prompt.ids)
+        if prompt.rerender:
+            self.counters.rerenders[prompt.rerender] = self.counters.rerenders.get(prompt.rerender, 0) + 1
+        try:
+            await self.durable(seq)
+        except GyreError as error:
+            self._drop(call, error)
+            raise
+        return call
+
+    async def _serve(self, call: LiveCall, request: ModelRequest) -> None:
+        """Run the engine and commit what it said. Ends with the call done, whatever happens."""
+        run = EngineRun(self._client, self.config)
+        try:
+            completion = await run.run(call, self.execution)
+            await self._commit(call, completion, request)
+        except GyreError as error:
+            self._fail(call, error)
+        except asyncio.CancelledError:
+            if not call.done:
+                self._fail(call, self._why_cancelled(call))
+            raise
+        except Exception as error:  # boundary: whatever broke, the harness must get an answer and the WAL an end
+            self._fail(call, EngineError(f"internal error: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            call.prompt = None
+            call.tell()
+
+    def _why_cancelled(self, call: LiveCall) -> GyreError:
+        if call.abandoned:
+            return EngineError("the client went away and nobody came back for the reply")
+        if self.sealed is not None:
+            return SealedError("the execution has ended; this call was cancelled")
+        return EngineError("the gateway is stopping")
+
+    async def _commit(self, call: LiveCall, completion: Finished, request: ModelRequest) -> None:
+        ids = call.sampled.all_ids()
+        if call.sampled.versions:
+            self._version_hint = call.sampled.versions[-1].version
+        if len(ids) > 4096:
+            parsed = await anyio.to_thread.run_sync(self._renderer.parse, ids, call.tail, call.tools)
+        else:
+            parsed = self._renderer.parse(ids, call.tail, call.tools)
+        reply = self._reply(call, parsed, completion)
+        seq = self.write(
+            Result(
+                call=call.number,
+                at=time.time(),
+                ids=pack_ids(ids),
+                logprobs=pack_floats(call.sampled.all_logprobs()),
+                versions=tuple(call.sampled.versions),
+                finish=completion.finish,
+                first_token_at=call.first_token_at,
+                cached_tokens=completion.cached_tokens,
+                engine=completion.engine,
+                message=msgspec.json.encode(reply),
+            )
+        )
+        self.contexts.add_reply(call.number, reply.parts(), truncated=completion.finish == "length")
+        await self.durable(seq)
+        self.counters.finished += 1
+        self.counters.output_tokens += len(ids)
+        call.reply = reply
+        call.tell()
+
+    def _reply(self, call: LiveCall, parsed: ParsedReply, completion: Finished) -> Reply:
+        calls = tuple(
+            ToolCall(
+                id=said.id or f"call_{self.execution}_{call.number}_{index}",
+                name=said.name,
+                arguments=said.arguments,
+                raw=said.raw,
+            )
+            for index, said in enumerate(parsed.calls)
+        )
+        finish: Literal["stop", "length", "tool_calls"] = (
+            "length" if completion.finish == "length" else "tool_calls" if calls else "stop"
+        )
+        return Reply(
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            calls=calls,
+            finish=finish,
+            prompt_tokens=call.prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+            output_tokens=call.sampled.size,
+            reasoning_tokens=parsed.reasoning_tokens,
+        )
+
+    def _fail(self, call: LiveCall, error: GyreError) -> None:
+        """End a call without a reply; it leaves nothing that a later request could extend."""
+        self.counters.failed += 1
+        sampled = call.sampled
+        try:
+            self.write(
+                Failed(
+                    call=call.number,
+                    at=time.time(),
+                    error=f"{type(error).__name__}: {error}",
+                    ids=pack_ids(sampled.all_ids()),
+                    logprobs=pack_floats(sampled.all_logprobs()),
+                    versions=tuple(sampled.versions),
+                )
+            )
+        finally:
+            self._drop(call, error)
+
+    def _drop(self, call: LiveCall, error: GyreError) -> None:
+        call.error = error
+        self._forget(call)
+        self.contexts.forget(call.number)
+        call.tell()
+
+    def _forget(self, call: LiveCall) -> None:
+        self.live.pop(call.number, None)
+        known = self.contexts.calls.get(call.number)
+        if known is None:
+            return
+        waiting = self._pending.get(known.prompt.key, [])
+        if call in waiting:
+            waiting.remove(call)
+        if not waiting:
+            self._pending.pop(known.prompt.key, None)
+
+    # -- delivery ----------------------------------------------------------------------------------------------
+
+    def attach(self, call: LiveCall) -> None:
+        """A client listens to the call."""
+        call.consumers += 1
+        if call.give_up is not None:
+            call.give_up.cancel()
+            call.give_up = None
+
+    def detach(self, call: LiveCall, *, complete: bool) -> None:
+        """The client got everything (`complete`), or is gone."""
+        call.consumers -= 1
+        if call.delivered or self.sealed is not None or call.error is not None:
+            return
+        if complete:
+            call.delivered = True
+            self.write(Delivered(call=call.number, at=time.time(), complete=True))
+            self.contexts.calls[call.number].delivered = True
+            self._forget(call)
+        elif call.consumers == 0:
+            if call.done:
+                self.write(Delivered(call=call.number, at=time.time(), complete=False))
+            elif self.config.orphan_grace_s <= 0:
+                self._abandon(call)
+            else:
+                loop = asyncio.get_running_loop()
+                call.give_up = loop.call_later(self.config.orphan_grace_s, self._abandon, call)
+
+    def _abandon(self, call: LiveCall) -> None:
+        """Nobody came back for the call: stop the engine, keep the partial tokens on record."""
+        call.give_up = None
+        if call.consumers == 0 and not call.done and call.task is not None:
+            call.abandoned = True
+            call.task.cancel()
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    async def seal(self, outcome: Outcome) -> None:
+        """Cancel late calls, write the outcome once, close the WAL. An equal outcome again changes nothing."""
+        if self.sealed is not None:
+            if self.sealed != outcome:
+                raise RequestError(f"execution {self.execution} is sealed already, with another outcome", status=409)
+            return
+        self.sealed = outcome
+        tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for call in list(self.live.values()):
+            if call.done and not call.delivered:
+                self.write(Delivered(call=call.number, at=time.time(), complete=False))
+            self._forget(call)
+        seq = self.write(Sealed(at=time.time(), outcome=outcome))
+        await self.durable(seq)
+        await self._wal.close()
+
+    async def stop(self) -> None:
+        """The gateway is stopping: cancel running calls; the execution stays open and can be recovered."""
+        tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def note(self, name: str, **data: str | float | int | bool) -> None:
+        """Put something on the execution's timeline."""
+        if self.sealed is None:
+            self.write(Event(name=name, at=time.time(), data=data))
+
+    def link(self, link: Link) -> None:
+        """Declare or report an edge."""
+        if self.sealed is None:
+            self.write(link)
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.sealed is not None:
+            raise SealedError(f"execution {self.execution} has ended; nothing more is recorded for it")
+
+    def _check_limits(self) -> None:
+        busy = sum(1 for call in self.live.values() if not call.done)
+        if busy >= self.config.max_live_calls:
+            raise RequestError(f"{busy} calls of this execution are running already", status=429, code="too_many_calls")
+        for name, limit, used in self._usage():
+            if limit is not None and used >= limit:
+                self.limit_reached = name
+                self.note("limit", limit_name=name, used=used, limit=limit)
+                raise RequestError(
+                    f"this execution has used its {name} budget ({used} of {limit})", status=403, code="limit_reached"
+                )
+
+    def _usage(self) -> Sequence[tuple[str, int | None, int]]:
+        limits = self.limits
+        return (
+            ("turns", limits.turns, self.counters.finished),
+            ("tokens", limits.tokens, self.graph.unique_tokens if limits.tokens is not None else 0),
+            ("nodes", limits.nodes, len(self.graph.nodes) if limits.nodes is not None else 0),
+            ("bytes", limits.bytes, self._wal.durable_offset),
+        )
+
+    def _check_length(self, prompt: Prompt) -> None:
+        limit = self._info.context_length
+        if limit and len(prompt.ids) >= limit:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt.ids)} tokens; the model's context holds {limit}",
+                prompt_tokens=len(prompt.ids),
+                limit=limit,
+            )
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    def _base_of(self, prompt: Prompt) -> tuple[int, int]:
+        """The longest token-identical path among finished calls, looked for behind what the prompt was made from."""
+        base_call, base_len = prompt.base_call, prompt.base_len
+        if base_call >= 0 and not self.graph.calls[base_call].done:
+            # A prompt shared with a running call: what that one builds on is finished.
+            base_call, base_len = self.graph.calls[base_call].base_call, self.graph.calls[base_call].base_len
+        found = self.graph.resolve(prompt.ids[base_len:], base_call=base_call, base_len=base_len)
+        return found.base_call, found.base_len
+
+    def _context_of(self, call: int, with_output: bool) -> Ids:
+        return self.graph.path_tokens(call) if with_output else self.graph.prompt_ids(call)
+
+    def _output_of(self, call: int) -> Ids:
+        return self.graph.calls[call].output_ids
+
+    def _sampling(self, request: ModelRequest, prompt_tokens: int, number: int) -> Sampling:
+        pinned, asked = self.config.sampling, request.sampling
+        room = self._info.context_length - prompt_tokens if self._info.context_length else None
+        wanted = [n for n in (pinned.max_new_tokens, asked.max_tokens, room) if n is not None]
+        seed = None if pinned.seed is None else (pinned.seed * 1_000_003 + int(self.execution, 16) + number) % 2**31
+        return Sampling(
+            max_new_tokens=max(1, min(wanted, default=4096)),
+            temperature=_first(pinned.temperature, asked.temperature, 1.0),
+            top_p=_first(pinned.top_p, asked.top_p, 1.0),
+            top_k=int(_first(pinned.top_k, asked.top_k, -1)),
+            stop_token_ids=tuple(self._renderer.stop_ids),
+            seed=seed,
+        )
+
+    def _stored_request(self, request: ModelRequest, read: ReadRequest, prompt: Prompt) -> StoredRequest:
+        parts: list[dict[str, str] | str] = []
+        for part, (_, digest) in zip(prompt.new, read.parts[len(read.parts) - len(prompt.new) :]):
+            if digest in self._stored and digest:
+                parts.append(digest.hex())
+            else:
+                self._stored.add(digest)
+                parts.append({name: text for name, text in msgspec.structs.asdict(part).items() if text})
+        fresh = read.tools_digest not in self._stored
+        self._stored.add(read.tools_digest)
+        return StoredRequest(
+            base=prompt.base_call,
+            reply=prompt.from_reply,
+            parts=parts,
+            tools=[msgspec.to_builtins(tool) for tool in read.tools] if fresh and read.tools else None,
+            tools_digest=read.tools_digest.hex(),
+            model=request.model,
+            stream=request.stream,
+        )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _recorded(sampling: Sampling) -> dict[str, bool | float | int | str | list[int | str]]:
+    found = msgspec.to_builtins(sampling)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+__all__ = ["Counters", "Recorder", "StoredRequest"]
