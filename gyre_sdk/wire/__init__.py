@@ -14,6 +14,7 @@ from gyre_sdk.wire.codec import (
     next_frame,
     pack_floats,
     pack_ids,
+    payload_kind,
     unpack_floats,
     unpack_ids,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "next_frame",
     "pack_floats",
     "pack_ids",
+    "payload_kind",
     "repair",
     "unpack_floats",
     "unpack_ids",

@@ -46,9 +46,22 @@ class Frame(NamedTuple):
     offset: int
     end: int
 
+    def encoded(self) -> bytes:
+        """The whole frame again, header and all, byte for byte."""
+        return frame_bytes(bytes(self.payload), self.seq, self.version)
+
     def record(self) -> Record:
         """The record in the payload. Raises CorruptRecordError for an unknown version, type or field type."""
         return decode_payload(self.payload, self.version, offset=self.offset)
+
+
+def payload_kind(payload: bytes | memoryview) -> str:
+    """The record's tag ("intent", "sealed" ...) without decoding it; empty when it has none."""
+    head = bytes(payload[:32])
+    at = head.find(b"\xa4type")
+    if at < 0 or at + 5 >= len(head) or head[at + 5] & 0xE0 != 0xA0:
+        return ""
+    return head[at + 6 : at + 6 + (head[at + 5] & 0x1F)].decode(errors="replace")
 
 
 def encode_payload(record: Record) -> bytes:
@@ -67,9 +80,7 @@ def encode_payload(record: Record) -> bytes:
     return data
 
 
-def decode_payload(
-    payload: bytes | memoryview, version: int = VERSION, *, offset: int | None = None
-) -> Record:
+def decode_payload(payload: bytes | memoryview, version: int = VERSION, *, offset: int | None = None) -> Record:
     """The record that `encode_payload` wrote in any version up to ours. Raises CorruptRecordError."""
     if not 1 <= version <= VERSION:
         raise CorruptRecordError(

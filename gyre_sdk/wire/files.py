@@ -188,9 +188,7 @@ def repair(path: Path, *, cut_damage: bool = False) -> WalReport:
     if report.ok:
         return report
     if report.damage and not cut_damage:
-        raise CorruptRecordError(
-            f"{report}; records behind the damage would be lost", offset=report.damage_offset
-        )
+        raise CorruptRecordError(f"{report}; records behind the damage would be lost", offset=report.damage_offset)
     if report.good_bytes < FILE_HEADER_BYTES and report.damage:
         raise CorruptRecordError(f"{path} has no readable header: it can't be repaired", offset=0)
     good = report.good_bytes
