@@ -4,10 +4,10 @@ megatron-core names CUDA in places where any device would do. Each shim answers 
 
 1. `torch.cuda.current_device()` is the device it allocates on: answer "cpu".
 2. The CUDA RNG tracker guards dropout and random initialisation. Gyre refuses dropout and loads every weight,
-   so a
-   tracker that does nothing is enough.
+   so a tracker that does nothing is enough.
 3. Activation recompute saves and restores the CUDA RNG state: nothing to save.
-4. The optimizer and the schedules write `device="cuda"` and compare `tensor.type()` with CUDA type names:
+4. The optimizer and the schedules write `device="cuda"` or `.cuda()`, compare `tensor.type()` with CUDA type
+   names, and turn gradients and router scores into float32, which would cost float64 its digits:
    `cpu_as_cuda()`, a mode to be held around those calls only.
 5. Pipeline p2p calls `torch.cuda.synchronize()`: gloo has finished already.
 6. Without Transformer Engine the MoE router falls over an undefined name.
@@ -83,6 +83,13 @@ class _CpuAsCuda(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             name: str = func(args[0])
             return _TYPE_NAMES.get(name) or name.replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 

@@ -30,9 +30,7 @@ _ALIGN: Final = 64
 class SharedTensors:
     """Named contiguous tensors in one anonymous memory file; freed with the last process that maps it."""
 
-    def __init__(
-        self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, path: str | None = None
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, path: str | None = None) -> None:
         """Without `path`, makes a new zeroed memory file; with the `path` of another, maps that one."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.dtype = dtype
@@ -50,8 +48,7 @@ class SharedTensors:
         """Opens the same memory in a process of the same user, while this one holds it."""
         flat = torch.from_file(path, shared=True, size=total, dtype=dtype)
         self.tensors = {
-            name: flat[offsets[name] : offsets[name] + _numel(shape)].view(shape)
-            for name, shape in self.shapes.items()
+            name: flat[offsets[name] : offsets[name] + _numel(shape)].view(shape) for name, shape in self.shapes.items()
         }
 
     def close(self) -> None:
@@ -105,9 +102,7 @@ class Ranks:
         self._processes.append(process)
         self._links.append(multiprocessing.connection.Connection(ours.detach()))
 
-    def call(
-        self, op: str, *args: Any, each: Sequence[Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
+    def call(self, op: str, *args: Any, each: Sequence[Any] | None = None, timeout: float | None = None) -> list[Any]:
         """Run `op` on every rank; answers by rank. `each[rank]`, if given, is a last argument.
 
         Raises TrainingError if any rank fails or dies; the others, perhaps waiting for it, are then ended

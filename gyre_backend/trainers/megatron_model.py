@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gyre_backend.errors import UnsupportedError
+from gyre_backend.trainers.megatron_layout import head_width, padded_vocab, refuse, rotary_frequencies
 from gyre_backend.trainers.megatron_loss import vocab_parallel_logprobs
 from gyre_backend.tree.attend import tree_attention
 from gyre_backend.tree.plan import TreePlan
-
-MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass
@@ -112,9 +111,7 @@ class TreeGPTModel(GPTModel):
         packed: TreePacked = context["packed_seq_params"]
         assert packed.src is not None
         assert packed.tgt is not None
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         rows = hidden_states.index_select(0, packed.src)
         head = functools.partial(self._edges, weight=weight, temperature=packed.temperature)
         pieces = []
@@ -147,76 +144,6 @@ class TreeGPTModel(GPTModel):
             rank=parallel_state.get_tensor_model_parallel_rank(),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-
-
-def refuse(hf: Any, *, tp: int, pp: int) -> None:
-    """Raise UnsupportedError, naming the setting, for anything this model can't compute exactly."""
-    if hf.model_type not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"model_type {hf.model_type!r} has no Megatron layout here; supported: {', '.join(MODEL_TYPES)} "
-            "(the hf trainer takes any transformers causal LM)"
-        )
-    if getattr(hf, "attention_dropout", 0.0):
-        raise UnsupportedError(
-            f"attention_dropout = {hf.attention_dropout}: a tree can't reproduce dropout; set 0"
-        )
-    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in (
-        getattr(hf, "layer_types", None) or ()
-    ):
-        raise UnsupportedError("use_sliding_window: sliding windows are not supported in tree training")
-    if hf.hidden_act != "silu":
-        raise UnsupportedError(f"hidden_act = {hf.hidden_act!r}: only silu")
-    if getattr(hf, "mlp_bias", False):
-        raise UnsupportedError("mlp_bias = true has no Megatron layout here")
-    if getattr(hf, "attention_bias", False):
-        raise UnsupportedError("attention_bias = true (it puts a bias on o_proj) has no Megatron layout here")
-    for what, size, parts in (
-        ("num_attention_heads", hf.num_attention_heads, tp),
-        ("num_key_value_heads", hf.num_key_value_heads, tp),
-        ("intermediate_size", hf.intermediate_size, tp),
-        ("num_hidden_layers", hf.num_hidden_layers, pp),
-    ):
-        if size % parts:
-            raise UnsupportedError(f"{what} = {size} can't be split over {parts} ranks")
-    if hf.model_type == "qwen3_moe":
-        if getattr(hf, "output_router_logits", False):
-            raise UnsupportedError(
-                "output_router_logits = true adds the router's aux loss, which counts unique tokens"
-            )
-        if tp > 1:
-            raise UnsupportedError(
-                "tp > 1 with experts needs sequence parallelism, which a tree plan doesn't have; use tp = 1"
-            )
-
-
-def rotary_frequencies(hf: Any) -> torch.Tensor:
-    """float32[D / 2]: transformers' own frequencies for this config (default, linear or llama3)."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedError(f"rope_type = {kind!r}: the Megatron trainer knows default, linear and llama3")
-    if kind == "default":
-        width = head_width(hf)
-        theta = float(rope.get("rope_theta", getattr(hf, "rope_theta", 10000.0)))
-        steps = torch.arange(0, width, 2, dtype=torch.int64).to(dtype=torch.float)
-        return 1.0 / (theta ** (steps / width))
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-    if factor != 1.0:
-        raise UnsupportedError(
-            f"rope_type = {kind!r} scales attention by {factor}, which Megatron's rotary has no place for"
-        )
-    return inv_freq.float()
-
-
-def head_width(hf: Any) -> int:
-    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
-
-
-def padded_vocab(hf: Any, tp: int) -> int:
-    """Vocabulary rows including padding: the smallest multiple of `tp`."""
-    return -(-int(hf.vocab_size) // tp) * tp
 
 
 def _experts(hf: Any, device: str) -> dict[str, Any]:
@@ -253,7 +180,7 @@ def transformer_config(
         }
     elif recompute != "none":
         raise UnsupportedError(f"recompute = {recompute!r}: expected none, selective or full")
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
@@ -274,7 +201,6 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        variable_seq_lengths=pp > 1,
         calculate_per_token_loss=True,  # sums stay sums: neither DDP nor the schedule divides
         use_cpu_initialization=device == "cpu",
         perform_initialization=False,
@@ -286,6 +212,10 @@ def transformer_config(
         **granularity,
         **(_experts(hf, device) if hf.model_type == "qwen3_moe" else {}),
     )
+    # Plans differ in length, so stages tell each other shapes. Set late: the config refuses it beside the
+    # "allgather" dispatcher, whose reason (experts on several ranks) doesn't arise here.
+    config.variable_seq_lengths = pp > 1
+    return config
 
 
 def build_model(

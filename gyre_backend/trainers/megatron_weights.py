@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gyre_backend.errors import TrainingError
-from gyre_backend.trainers.megatron_model import head_width
+from gyre_backend.trainers.megatron_layout import head_width
 
 View = Callable[[torch.Tensor], torch.Tensor]
 

@@ -14,7 +14,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def _cumulative(lengths: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(device)
 
 
-def _ranges(firsts: Sequence[int], lasts: Sequence[int], device: torch.device) -> torch.Tensor:
+def _ranges(firsts: np.ndarray, lasts: np.ndarray, device: torch.device) -> torch.Tensor:
     index = np.concatenate([np.arange(a, b) for a, b in zip(firsts, lasts, strict=True)])
     return torch.from_numpy(index.astype(np.int64)).to(device)
 
@@ -133,9 +133,7 @@ class _TreeFlash(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         _, kernel = _kernels(q.device)
         grad_out = grads[0].contiguous()
@@ -188,9 +186,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, sc
 # --- the CPU stand-in ---
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [H, Q, K] of one run, and K's heads repeated to Q's. Causal means aligned at the last token."""
     repeat = q.shape[1] // k.shape[1]
     wide_k = k.repeat_interleave(repeat, 1)

@@ -87,9 +87,7 @@ def _kernel(device_type: str) -> Callable[..., torch.Tensor]:
         return torch.compile(flex_attention)
 
     def eager(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with (
-            warnings.catch_warnings()
-        ):  # torch warns that uncompiled is slow; on a CPU that is what is wanted
+        with warnings.catch_warnings():  # torch warns that uncompiled is slow; on a CPU that is what is wanted
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             return flex_attention(*args, **kwargs)
 

@@ -134,9 +134,7 @@ def tree_gated_delta_rule(
     start = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
     states: dict[int, torch.Tensor] = {}
     pieces = []
-    bounds = zip(
-        plan.seg_start.tolist(), plan.seg_end.tolist(), plan.seg_parent.tolist(), plan.seg_sub_end.tolist()
-    )
+    bounds = zip(plan.seg_start.tolist(), plan.seg_end.tolist(), plan.seg_parent.tolist(), plan.seg_sub_end.tolist())
     for segment, (a, b, parent, sub_end) in enumerate(bounds):
         before = start if parent < 0 else states[parent]
         out, after = _run(q[:, a:b], k[:, a:b], v[:, a:b], decay[:, a:b], strength[:, a:b], before)

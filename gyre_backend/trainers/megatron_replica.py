@@ -1,0 +1,360 @@
+"""What one rank of a Megatron run holds and does: its part of model and optimizer, and every operation.
+
+All ranks run every operation at the same time. Each data-parallel replica gets plans of its own; inside a
+replica, the stages of a pipeline take the plans as micro-batches (1F1B).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gyre_backend.algorithms.batch import Algorithm, EdgeBatch
+from gyre_backend.errors import TrainingError
+from gyre_backend.trainers import cpu_shims, megatron_weights
+from gyre_backend.trainers.megatron_launch import SharedTensors
+from gyre_backend.trainers.megatron_layout import padded_vocab
+from gyre_backend.tree.plan import TreePlan, plan_from_bytes
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything a rank is built from."""
+
+    model_dir: str
+    tp: int
+    pp: int
+    dp: int
+    dtype: str
+    device: str
+    """`cpu` or `cuda`; with `cuda` the rank takes the device of its local number"""
+    recompute: str
+    """none, selective or full"""
+    distributed_optimizer: bool
+    backend: str
+    """attention back end"""
+    chunk: int
+    """edges whose logits exist at one time"""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip: float
+    """largest gradient norm; 0: no clipping"""
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How to map a SharedTensors of the parent's."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What a plan's edges came to: float64[E] each."""
+
+    logp: np.ndarray
+    entropy: np.ndarray
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors folder, each read from disk when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise TrainingError(f"{folder} holds no *.safetensors file")
+        self._where: dict[str, Any] = {}
+        for file in files:
+            handle: Any = safe_open(file, "pt")
+            self._where |= dict.fromkeys(handle.keys(), handle)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+class Replica:
+    """This rank's state. Built once per process: megatron-core keeps its groups in globals."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.rank = int(os.environ["RANK"])
+        self.dtype = DTYPES[setup.dtype]
+        self.device = torch.device("cpu")
+        if setup.device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        else:
+            cpu_shims.install()
+        self._shared: dict[str, SharedTensors] = {}
+        self._join()
+        self._build()
+
+    def _join(self) -> None:
+        from megatron.core import parallel_state
+
+        setup = self.setup
+        world = setup.tp * setup.pp * setup.dp
+        dist.init_process_group(
+            "nccl" if setup.device == "cuda" else "gloo",
+            init_method=f"file://{os.environ['GYRE_RENDEZVOUS']}",
+            rank=self.rank,
+            world_size=world,
+        )
+        parallel_state.initialize_model_parallel(setup.tp, setup.pp)
+        if setup.device == "cuda":
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(0)
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.last_stage = parallel_state.is_pipeline_last_stage()
+
+    def _build(self) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from transformers import AutoConfig
+
+        from gyre_backend.trainers.megatron_model import build_model
+
+        setup = self.setup
+        hf = AutoConfig.from_pretrained(setup.model_dir)
+        with cpu_shims.cpu_as_cuda():
+            self.model, config = build_model(hf, dtype=self.dtype, recompute=setup.recompute, device=setup.device)
+            padded = padded_vocab(hf, setup.tp)
+            geometry = megatron_weights.Geometry.of(hf, tp_rank=self.tp_rank, tp=setup.tp, padded_vocab=padded)
+            self.held = megatron_weights.held(self.model, geometry)
+            for item in self.held:
+                # megatron-core sets this when it initialises weights itself; the gradient's norm relies on it.
+                item.parameter.tensor_model_parallel = item.split
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=setup.distributed_optimizer,
+                grad_reduce_in_fp32=self.dtype != torch.float64,
+            )
+            self.ddp = DistributedDataParallel(config, ddp, self.model)
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=setup.lr,
+                    weight_decay=setup.weight_decay,
+                    adam_beta1=setup.betas[0],
+                    adam_beta2=setup.betas[1],
+                    adam_eps=setup.eps,
+                    clip_grad=0.0,  # clipped here, in the gradient's own precision
+                    bf16=self.dtype == torch.bfloat16,
+                    params_dtype=self.dtype,
+                    use_distributed_optimizer=setup.distributed_optimizer,
+                ),
+                [self.ddp],
+            )
+        self.pull(Checkpoint(Path(setup.model_dir)))
+        self.zero_grad()
+
+    # --- a micro-step ---
+
+    def forward_backward(self, version: int, plans: Sequence[bytes]) -> list[Edges] | None:
+        """Add the gradients of this replica's plans. The last stage's first rank answers, others say None."""
+        return self._run([plan_from_bytes(plan) for plan in plans], version, backward=True)
+
+    def logprobs(self, plans: Sequence[bytes]) -> list[Edges] | None:
+        """As `forward_backward`, without gradients."""
+        return self._run([plan_from_bytes(plan) for plan in plans], 0, backward=False)
+
+    def _run(self, plans: list[TreePlan], version: int, *, backward: bool) -> list[Edges] | None:
+        if not plans:
+            return []
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with cpu_shims.cpu_as_cuda():
+            results = get_forward_backward_func()(
+                forward_step_func=functools.partial(self._forward_step, version=version),
+                data_iterator=iter(plans),
+                model=[self.ddp],
+                num_microbatches=len(plans),
+                seq_length=max(plan.num_tokens for plan in plans),
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+        return results if self.last_stage and self.tp_rank == 0 else None
+
+    def _forward_step(self, plans: Iterator[TreePlan], model: Any, *, version: int) -> tuple[torch.Tensor, Any]:
+        plan = next(plans)
+        packed = self._packed(plan)
+        ids = torch.from_numpy(plan.ids.astype(np.int64)).to(self.device)[None]
+        output = model(ids, packed.positions[None], None, packed_seq_params=packed)
+
+        def loss_of(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Edges]:
+            entropy = torch.cat(packed.entropy)
+            loss = self.setup.algorithm(EdgeBatch.of(plan, logp, version=version, entropy=entropy)).loss
+            edges = Edges(*(t.detach().to("cpu", torch.float64).numpy() for t in (logp, entropy)))
+            return loss, torch.ones((), dtype=torch.int, device=self.device), edges
+
+        return output, loss_of
+
+    def _packed(self, plan: TreePlan) -> Any:
+        from gyre_backend.trainers.megatron_model import TreePacked
+
+        index = {
+            name: torch.from_numpy(getattr(plan, field).astype(np.int64)).to(self.device)
+            for name, field in (("positions", "pos"), ("src", "edge_src"), ("tgt", "edge_tgt"))
+        }
+        return TreePacked(
+            qkv_format="sbhd",
+            max_seqlen_q=plan.num_tokens,
+            max_seqlen_kv=plan.num_tokens,
+            plan=plan,
+            backend=self.setup.backend,
+            chunk=self.setup.chunk,
+            **index,
+        )
+
+    # --- a step ---
+
+    def zero_grad(self) -> None:
+        """Set this rank's gradients, and the shared ones if it is the first rank, to zero."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.rank == 0 and "grads" in self._shared:
+            for tensor in self._shared["grads"].tensors.values():
+                tensor.zero_()
+        dist.barrier()
+
+    def step(self, num_executions: int, lr: float) -> float:
+        """Divide by N, reduce, clip, update, zero. Returns the norm before clipping."""
+        from megatron.core.distributed import finalize_model_grads
+
+        if "grads" in self._shared:
+            megatron_weights.take_grads(
+                self.held, self._shared["grads"].tensors, tp_rank=self.tp_rank, dp_rank=self.dp_rank
+            )
+        self.ddp.scale_gradients(1.0 / num_executions)
+        with cpu_shims.cpu_as_cuda():
+            finalize_model_grads([self.ddp])
+            self.optimizer.prepare_grads()
+            norm = self._clip()
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step_with_ready_grads()
+        self.zero_grad()
+        if "weights" in self._shared:
+            self.publish()
+        return norm
+
+    def _clip(self) -> float:
+        """Global norm over every parameter once; scales what the optimizer is about to use."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in parts:
+            grads = part.get_main_grads_for_grad_norm()
+            squares = sum((grad.to(torch.float64).square().sum() for grad in grads), torch.zeros_like(total))
+            dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
+            total += squares
+        norm = float(total.sqrt())
+        if not np.isfinite(norm):
+            raise TrainingError(f"the gradient's norm is {norm}; the weights were left as they were")
+        if 0.0 < self.setup.clip < norm:
+            for part in parts:
+                for parameter in part.get_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self.setup.clip / norm)
+        return norm
+
+    # --- whole-model tensors shared with the parent ---
+
+    def share(self, kind: str, shared: Shared) -> None:
+        """Map the parent's `weights` or `grads`."""
+        self._shared[kind] = SharedTensors(shared.shapes, shared.dtype, shared.path)
+
+    def publish(self) -> None:
+        """Write the weights to the shared tensors."""
+        if self.dp_rank == 0:
+            megatron_weights.push(self.held, self._shared["weights"].tensors, tp_rank=self.tp_rank)
+        dist.barrier()
+
+    def reload(self) -> None:
+        """Take the weights from the shared tensors."""
+        self.pull(self._shared["weights"].tensors)
+
+    def pull(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights from Hugging Face tensors, into the optimizer's own copies too."""
+        megatron_weights.pull(self.held, tensors)
+        with cpu_shims.cpu_as_cuda():
+            self.optimizer.reload_model_params()
+
+    def spill(self) -> None:
+        """Move this run's gradient into the shared tensors, rank by rank, so that the sum has one order."""
+        for rank in range(dist.get_world_size()):
+            if rank == self.rank:
+                megatron_weights.add_grads(self.held, self._shared["grads"].tensors, tp_rank=self.tp_rank)
+            dist.barrier()
+
+    # --- checkpoints ---
+
+    def save(self, folder: str) -> None:
+        """Write this rank's shard into `folder`: its parameters and its share of the optimizer's state."""
+        shard = {
+            "model": {item.name: item.parameter.data for item in self.held},
+            "optimizer": [
+                [
+                    {
+                        "scalars": {key: value for key, value in group.items() if key == "step"},
+                        "params": [(p.data, dict(inner.state[p])) for p in group["params"]],
+                    }
+                    for group in inner.param_groups
+                ]
+                for inner in self._inner_optimizers()
+            ],
+        }
+        with (Path(folder) / f"rank_{self.rank:05d}.pt").open("wb") as file:
+            torch.save(shard, file)
+            file.flush()
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def load(self, folder: str) -> None:
+        """Inverse of `save`, on the same number of ranks in the same arrangement."""
+        path = Path(folder) / f"rank_{self.rank:05d}.pt"
+        shard = torch.load(path, map_location=self.device, weights_only=True)
+        with torch.no_grad():
+            for item in self.held:
+                item.parameter.copy_(shard["model"][item.name])
+            for inner, groups in zip(self._inner_optimizers(), shard["optimizer"], strict=True):
+                for group, saved in zip(inner.param_groups, groups, strict=True):
+                    group.update(saved["scalars"])
+                    for p, (data, state) in zip(group["params"], saved["params"], strict=True):
+                        p.data.copy_(data)
+                        inner.state[p] = state
+        self.zero_grad()
+        if "weights" in self._shared:
+            self.publish()
+
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part.optimizer for part in parts if part.optimizer is not None]
