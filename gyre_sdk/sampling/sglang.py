@@ -196,4 +196,6 @@ def _refusal(status: int, text: str) -> EngineError:
         return EngineGoneError(f"engine unavailable ({status}): {message}")
     if status in (400, 413, 422) and any(word in message.lower() for word in _OVERFLOW_WORDS):
         return ContextOverflowError(message)
-    return EngineError(f"the engine refused the call ({status}): {message}")
+    refused = EngineError(f"the engine refused the call ({status}): {message}")
+    refused.status = status
+    return refused
