@@ -59,18 +59,12 @@ def refuse(config: Any) -> None:
     values = config.to_dict()
     ignored = {"classifier_dropout", "summary_first_dropout", "head_dropout"}
     for name, value in values.items():
-        if (
-            ("dropout" in name or name.endswith("pdrop"))
-            and name not in ignored
-            and value not in (None, 0, False)
-        ):
+        if ("dropout" in name or name.endswith("pdrop")) and name not in ignored and value not in (None, 0, False):
             raise UnsupportedError(
                 f"{name} = {value}: a tree shares one mask among paths; set {name} to 0 in config.json"
             )
         if "capacity" in name and value not in (None, False):
-            raise UnsupportedError(
-                f"{name} = {value}: dropping by capacity depends on the other tokens of the batch"
-            )
+            raise UnsupportedError(f"{name} = {value}: dropping by capacity depends on the other tokens of the batch")
     if values.get("output_router_logits"):
         raise UnsupportedError(
             "output_router_logits = true: the auxiliary loss counts a shared token once; set it to false"
@@ -109,9 +103,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function. q: [1, Hq, U, D]; k, v: [1, Hkv, U, D] -> [1, U, Hq, D]."""
     if tree_plan is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} does not hand its caller's arguments on to attention"
-        )
+        raise UnsupportedError(f"{type(module).__name__} does not hand its caller's arguments on to attention")
     if dropout > 0.0:
         raise UnsupportedError(f"attention dropout = {dropout}: set it to 0 in config.json")
     for name in ("softcap", "s_aux", "sliding_window", "head_mask", "position_bias"):

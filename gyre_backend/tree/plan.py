@@ -11,7 +11,7 @@ Shapes: U unique tokens, N segments, E edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from gyre_backend.errors import PlanError
+from gyre_backend.select.credit import Credit
 from gyre_backend.select.paths import TrainPath
 
 FORMAT = 1
@@ -43,10 +44,6 @@ _DTYPES = {
     "edge_index": "<i4",
 }
 EDGE_FIELDS = tuple(name for name in _DTYPES if name.startswith("edge_"))
-
-Credit = Callable[[TrainPath, float], np.ndarray]
-"""Per-token credit: (path, advantage of its execution) -> float64[n], the advantage of each token of the
-path."""
 
 
 class Segment(NamedTuple):
@@ -157,7 +154,22 @@ def build_plan(
     lengths = [int(np.flatnonzero(path.call >= 0)[-1]) + 1 for path in paths]
     trie = _Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], merge=merge)
     edges = _edges_of(paths, trie, executions, advantages, credit, weighting)
-    plan = TreePlan(**_segment_arrays(trie), **edges, executions=executions)
+    return assemble(trie.ids, trie.parent, trie.mult, edges, executions)
+
+
+def assemble(
+    ids: np.ndarray,
+    parent: np.ndarray,
+    mult: np.ndarray,
+    edges: Mapping[str, np.ndarray],
+    executions: tuple[str, ...],
+) -> TreePlan:
+    """A plan from packed tokens in depth-first order, each with its parent's packed index (-1: a root), and
+    edge columns.
+
+    Raises PlanError if they break a rule.
+    """
+    plan = TreePlan(**_segment_arrays(_Trie(ids, parent, mult, [])), **edges, executions=executions)
     validate(plan)
     return plan
 
@@ -229,9 +241,7 @@ def flatten_plan(plan: TreePlan) -> TreePlan:
     parents = token_parents(plan)
     ends_here = plan.mult.astype(np.int64)
     np.subtract.at(ends_here, parents[parents >= 0], plan.mult[parents >= 0])
-    chains = [
-        chain_of(parents, end) for end in np.flatnonzero(ends_here).tolist() for _ in range(ends_here[end])
-    ]
+    chains = [chain_of(parents, end) for end in np.flatnonzero(ends_here).tolist() for _ in range(ends_here[end])]
     where: dict[int, int] = {}
     offset = 0
     for chain in chains:
@@ -239,22 +249,13 @@ def flatten_plan(plan: TreePlan) -> TreePlan:
             where.setdefault(token, offset + place)
         offset += len(chain)
     starts = np.cumsum([0, *map(len, chains)])[:-1]
-    trie = _Trie(
-        ids=np.concatenate([plan.ids[chain] for chain in chains]) if chains else plan.ids[:0],
-        parent=np.concatenate(
-            [np.arange(len(c)) - 1 + s * (np.arange(len(c)) > 0) for c, s in zip(chains, starts)]
-        )
-        if chains
-        else np.zeros(0, np.int64),
-        mult=np.ones(offset, np.int64),
-        packed=[],
-    )
+    before = [np.concatenate([[-1], np.arange(len(chain) - 1) + s]) for chain, s in zip(chains, starts)]
     edges = {name: getattr(plan, name) for name in EDGE_FIELDS}
     # An edge goes where its *target* was placed first: the token before it there is its source.
     edges["edge_src"] = np.array([where[token] - 1 for token in edge_child(plan).tolist()], np.int32)
-    flat = TreePlan(**_segment_arrays(trie), **edges, executions=plan.executions)
-    validate(flat)
-    return flat
+    none = np.zeros(0, np.int64)
+    ids, parent = np.concatenate([none, *(plan.ids[chain] for chain in chains)]), np.concatenate([none, *before])
+    return assemble(ids, parent, np.ones(offset, np.int64), edges, plan.executions)
 
 
 def chain_of(parents: np.ndarray, end: int) -> np.ndarray:
@@ -295,10 +296,7 @@ def merge_plans(plans: Iterable[TreePlan]) -> TreePlan:
             held + len(plan.executions),
         )
     return TreePlan(
-        **{
-            name: np.concatenate(parts) if parts else np.zeros(0, _DTYPES[name])
-            for name, parts in arrays.items()
-        },
+        **{name: np.concatenate(parts) if parts else np.zeros(0, _DTYPES[name]) for name, parts in arrays.items()},
         executions=executions,
     )
 
@@ -311,9 +309,7 @@ class _Wire(msgspec.Struct, array_like=True):
 
 def plan_to_bytes(plan: TreePlan) -> bytes:
     """msgpack of raw little-endian arrays."""
-    arrays = {
-        name: np.ascontiguousarray(getattr(plan, name), dtype).tobytes() for name, dtype in _DTYPES.items()
-    }
+    arrays = {name: np.ascontiguousarray(getattr(plan, name), dtype).tobytes() for name, dtype in _DTYPES.items()}
     return msgspec.msgpack.encode(_Wire(FORMAT, plan.executions, arrays))
 
 
@@ -366,9 +362,7 @@ class _Trie:
         for path in packed:
             mult[path] += 1
         empty = np.zeros(0, np.int64)
-        return cls(
-            np.concatenate([empty, *ids]), np.concatenate([empty, *parent]).astype(np.int64), mult, packed
-        )
+        return cls(np.concatenate([empty, *ids]), np.concatenate([empty, *parent]).astype(np.int64), mult, packed)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
