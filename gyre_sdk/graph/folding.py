@@ -34,9 +34,7 @@ def base_end(graph: BranchGraph, base_call: int, base_len: int) -> tuple[Node | 
     """
     base = graph._calls.get(base_call)
     if base is None or not base.done:
-        raise GraphError(
-            f"call {base_call} can't be a base: it is {'unknown' if base is None else base.state}"
-        )
+        raise GraphError(f"call {base_call} can't be a base: it is {'unknown' if base is None else base.state}")
     if not 0 <= base_len <= graph.call_length(base_call):
         raise GraphError(f"call {base_call} has {graph.call_length(base_call)} tokens, not {base_len}")
     return base.last, base_len
@@ -109,9 +107,7 @@ def _check_output(call: int, ids: bytes, logprobs: bytes, versions: tuple[Span, 
     at = start
     for span in versions:
         if span.start != at or span.end <= span.start:
-            raise GraphError(
-                f"call {call}: version spans must cover the output without gaps, {versions} do not"
-            )
+            raise GraphError(f"call {call}: version spans must cover the output without gaps, {versions} do not")
         at = span.end
     if at != start + n:
         raise GraphError(f"call {call}: version spans cover {at - start} of {n} tokens")
@@ -142,9 +138,7 @@ def fold(graph: BranchGraph, record: Record) -> None:
             if entry.delivered is not True:
                 entry.delivered, entry.delivered_at = record.complete, record.at
         case Link():
-            graph._links.add(
-                CallLink(record.kind, record.source, record.target, record.reason, record.inferred)
-            )
+            graph._links.add(CallLink(record.kind, record.source, record.target, record.reason, record.inferred))
         case Labelled():
             known = graph._labels.get(record.call)
             mine = (record.at, record.role, record.reason)
@@ -172,12 +166,8 @@ def _pending(record: Intent, graph: BranchGraph) -> Call:
 
 def _keep_partial(call: Call, record: Partial) -> None:
     call.output_ids = _frozen(np.concatenate([call.output_ids[: record.start], unpack_ids(record.ids)]))
-    call.logprobs = _frozen_floats(
-        np.concatenate([call.logprobs[: record.start], unpack_floats(record.logprobs)])
-    )
-    kept = [
-        Span(s.version, s.start, min(s.end, record.start)) for s in call.versions if s.start < record.start
-    ]
+    call.logprobs = _frozen_floats(np.concatenate([call.logprobs[: record.start], unpack_floats(record.logprobs)]))
+    kept = [Span(s.version, s.start, min(s.end, record.start)) for s in call.versions if s.start < record.start]
     call.versions = tuple(kept) + record.versions
 
 

@@ -142,9 +142,7 @@ def digest(graph: BranchGraph) -> str:
     for identity in sorted(graph.nodes):
         node = graph.nodes[identity]
         parent = None if node.parent is None else node.parent.id
-        state.update(
-            put((identity, parent, node.start, node.call, node.offset, node.owner, node.token_ids.tobytes()))
-        )
+        state.update(put((identity, parent, node.start, node.call, node.offset, node.owner, node.token_ids.tobytes())))
     for number in sorted(graph.calls):
         state.update(put(_call_facts(graph.calls[number])))
     for link in graph.links():
