@@ -5,11 +5,14 @@ Needs no megatron-core, so that a user's mistake is found before any rank starts
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from gyre_backend.errors import UnsupportedError
+from gyre_backend.tree.cost import CostModel
 
 MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -76,3 +79,18 @@ def head_width(hf: Any) -> int:
 def padded_vocab(hf: Any, tp: int) -> int:
     """Vocabulary rows including padding: the smallest multiple of `tp`."""
     return -(-int(hf.vocab_size) // tp) * tp
+
+
+def cost_model(hf: Any, shapes: Mapping[str, tuple[int, ...]]) -> CostModel:
+    """What a token costs, from the tensors' shapes. Of the experts, a token's own share counts."""
+    active = hf.num_experts_per_tok / hf.num_experts if hf.model_type == "qwen3_moe" else 1.0
+    linear = sum(
+        math.prod(shape) * (active if ".experts." in name else 1.0)
+        for name, shape in shapes.items()
+        if len(shape) > 1 and "embed_tokens" not in name and "lm_head" not in name
+    )
+    return CostModel(
+        per_token=6.0 * linear,
+        per_pair=12.0 * head_width(hf) * hf.num_attention_heads * hf.num_hidden_layers,
+        per_edge=6.0 * hf.vocab_size * hf.hidden_size,
+    )

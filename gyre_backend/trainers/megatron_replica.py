@@ -20,15 +20,11 @@ import torch.distributed as dist
 from gyre_backend.algorithms.batch import Algorithm, EdgeBatch
 from gyre_backend.errors import TrainingError
 from gyre_backend.trainers import cpu_shims, megatron_weights
-from gyre_backend.trainers.megatron_launch import SharedTensors
+from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.megatron_layout import padded_vocab
+from gyre_backend.trainers.ranked import DTYPES
+from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,40 +35,11 @@ class Setup:
     tp: int
     pp: int
     dp: int
-    dtype: str
-    device: str
-    """`cpu` or `cuda`; with `cuda` the rank takes the device of its local number"""
     recompute: str
     """none, selective or full"""
     distributed_optimizer: bool
-    backend: str
-    """attention back end"""
-    chunk: int
-    """edges whose logits exist at one time"""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip: float
-    """largest gradient norm; 0: no clipping"""
+    config: TrainerConfig
     algorithm: Algorithm
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """How to map a SharedTensors of the parent's."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """What a plan's edges came to: float64[E] each."""
-
-    logp: np.ndarray
-    entropy: np.ndarray
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -106,9 +73,9 @@ class Replica:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.rank = int(os.environ["RANK"])
-        self.dtype = DTYPES[setup.dtype]
+        self.dtype = DTYPES[setup.config.dtype]
         self.device = torch.device("cpu")
-        if setup.device == "cuda":
+        if setup.config.device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         else:
@@ -123,13 +90,13 @@ class Replica:
         setup = self.setup
         world = setup.tp * setup.pp * setup.dp
         dist.init_process_group(
-            "nccl" if setup.device == "cuda" else "gloo",
+            "nccl" if setup.config.device == "cuda" else "gloo",
             init_method=f"file://{os.environ['GYRE_RENDEZVOUS']}",
             rank=self.rank,
             world_size=world,
         )
         parallel_state.initialize_model_parallel(setup.tp, setup.pp)
-        if setup.device == "cuda":
+        if setup.config.device == "cuda":
             from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
             model_parallel_cuda_manual_seed(0)
@@ -147,7 +114,9 @@ class Replica:
         setup = self.setup
         hf = AutoConfig.from_pretrained(setup.model_dir)
         with cpu_shims.cpu_as_cuda():
-            self.model, config = build_model(hf, dtype=self.dtype, recompute=setup.recompute, device=setup.device)
+            self.model, config = build_model(
+                hf, dtype=self.dtype, recompute=setup.recompute, device=setup.config.device
+            )
             padded = padded_vocab(hf, setup.tp)
             geometry = megatron_weights.Geometry.of(hf, tp_rank=self.tp_rank, tp=setup.tp, padded_vocab=padded)
             self.held = megatron_weights.held(self.model, geometry)
@@ -162,11 +131,11 @@ class Replica:
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
-                    lr=setup.lr,
-                    weight_decay=setup.weight_decay,
-                    adam_beta1=setup.betas[0],
-                    adam_beta2=setup.betas[1],
-                    adam_eps=setup.eps,
+                    lr=setup.config.lr,
+                    weight_decay=setup.config.weight_decay,
+                    adam_beta1=setup.config.betas[0],
+                    adam_beta2=setup.config.betas[1],
+                    adam_eps=setup.config.eps,
                     clip_grad=0.0,  # clipped here, in the gradient's own precision
                     bf16=self.dtype == torch.bfloat16,
                     params_dtype=self.dtype,
@@ -213,6 +182,8 @@ class Replica:
         def loss_of(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Edges]:
             entropy = torch.cat(packed.entropy)
             loss = self.setup.algorithm(EdgeBatch.of(plan, logp, version=version, entropy=entropy)).loss
+            if not torch.isfinite(loss):
+                raise TrainingError(f"the loss of a micro-step of {plan.num_edges} edges is {float(loss)}")
             edges = Edges(*(t.detach().to("cpu", torch.float64).numpy() for t in (logp, entropy)))
             return loss, torch.ones((), dtype=torch.int, device=self.device), edges
 
@@ -230,8 +201,8 @@ class Replica:
             max_seqlen_q=plan.num_tokens,
             max_seqlen_kv=plan.num_tokens,
             plan=plan,
-            backend=self.setup.backend,
-            chunk=self.setup.chunk,
+            backend=self.setup.config.attention,
+            chunk=self.setup.config.logits_chunk,
             **index,
         )
 
@@ -279,11 +250,11 @@ class Replica:
         norm = float(total.sqrt())
         if not np.isfinite(norm):
             raise TrainingError(f"the gradient's norm is {norm}; the weights were left as they were")
-        if 0.0 < self.setup.clip < norm:
+        if 0.0 < self.setup.config.max_grad_norm < norm:
             for part in parts:
                 for parameter in part.get_parameters():
                     if parameter.grad is not None:
-                        parameter.grad.mul_(self.setup.clip / norm)
+                        parameter.grad.mul_(self.setup.config.max_grad_norm / norm)
         return norm
 
     # --- whole-model tensors shared with the parent ---

@@ -1,7 +1,12 @@
-"""The process of one Megatron rank: reads operations from its parent, runs them, answers."""
+"""The process of one rank of a trainer: reads operations from its parent, runs them, answers.
+
+What the rank holds is a *replica* (`megatron_replica.Replica`, `fsdp_replica.Replica`): an object with the
+operations below as methods. All ranks run each operation at the same time.
+"""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.connection
 import os
 import signal
@@ -40,9 +45,9 @@ def _leave_with_parent() -> None:
 
 def _run(replica: Any, op: str, args: tuple[Any, ...]) -> Any:
     if op == "build":
-        from gyre_backend.trainers.megatron_replica import Replica
-
-        return Replica(*args)
+        where, setup = args
+        module, name = where.split(":")
+        return getattr(importlib.import_module(module), name)(setup)
     if op not in OPERATIONS:
         raise ValueError(f"unknown operation {op!r}")
     return getattr(replica, op)(*args)

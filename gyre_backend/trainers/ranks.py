@@ -1,6 +1,6 @@
-"""Starts the ranks of a Megatron run as child processes, drives all of them from one object, ends them.
+"""Starts the ranks of a trainer as child processes, drives all of them from one object, ends them all.
 
-Each rank runs `python -m gyre_backend.trainers.megatron_rank`. A rank leaves when its stdin ends, so none
+Each rank runs `python -m gyre_backend.trainers.rank_process`. A rank leaves when its stdin ends, so none
 outlives its parent, however that died. Ranks meet through a file (no port to collide on) and talk over gloo
 or NCCL; the parent talks to each over its own socket pair. Whole-model tensors that both sides use live in
 anonymous shared memory.
@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from gyre_backend.errors import TrainingError
@@ -41,7 +43,7 @@ class SharedTensors:
             total += -(-_numel(shape) * size // _ALIGN) * _ALIGN // size
         self._fd = -1
         if path is None:
-            self._fd = os.memfd_create("gyre-megatron", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create("gyre-ranks", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, total * size)
             path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.path = path
@@ -58,6 +60,23 @@ class SharedTensors:
             self._fd = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How a rank maps a SharedTensors of its parent's."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What a plan's edges came to: float64[E] each."""
+
+    logp: np.ndarray
+    entropy: np.ndarray
+
+
 def _numel(shape: Sequence[int]) -> int:
     count = 1
     for size in shape:
@@ -68,19 +87,19 @@ def _numel(shape: Sequence[int]) -> int:
 class Ranks:
     """The running ranks. Not thread-safe: one call at a time."""
 
-    def __init__(self, world: int, setup: Any, *, start_timeout: float = 300.0) -> None:
-        """Start `world` ranks and send each `setup` (picklable), which `megatron_rank.Rank` is built from.
+    def __init__(self, world: int, replica: str, setup: Any, *, start_timeout: float = 600.0) -> None:
+        """Start `world` ranks; each becomes `replica` ("module:class") built from `setup` (picklable).
 
         Raises TrainingError with the rank's own message if one can't start.
         """
         self.world = world
-        self._folder = Path(tempfile.mkdtemp(prefix="gyre-megatron-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="gyre-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[multiprocessing.connection.Connection] = []
         try:
             for rank in range(world):
                 self._start(rank)
-            self.call("build", setup, timeout=start_timeout)
+            self.call("build", replica, setup, timeout=start_timeout)
         except BaseException:
             self.close(grace=0.0)
             raise
@@ -94,7 +113,7 @@ class Ranks:
             "GYRE_RENDEZVOUS": str(self._folder / "rendezvous"),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        argv = [sys.executable, "-m", "gyre_backend.trainers.megatron_rank", str(theirs.fileno())]
+        argv = [sys.executable, "-m", "gyre_backend.trainers.rank_process", str(theirs.fileno())]
         with theirs:
             process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment, bufsize=0
@@ -109,7 +128,7 @@ class Ranks:
         too.
         """
         if not self._links:
-            raise TrainingError("the Megatron ranks have been closed")
+            raise TrainingError("the ranks have been closed")
         try:
             for rank, link in enumerate(self._links):
                 link.send((op, (*args, each[rank]) if each is not None else args))
@@ -127,7 +146,7 @@ class Ranks:
             ready = multiprocessing.connection.wait(waiting, left)
             if not ready:
                 late = sorted(set(range(self.world)) - set(answers))
-                raise TrainingError(f"Megatron ranks {late} did not finish {op!r} within {timeout:g} s")
+                raise TrainingError(f"ranks {late} did not finish {op!r} within {timeout:g} s")
             for link in ready:
                 rank = self._links.index(link)  # type: ignore[arg-type]
                 answers[rank] = self._answer(rank, op)
@@ -138,11 +157,11 @@ class Ranks:
             failed, value = self._links[rank].recv()
         except (EOFError, ConnectionError):
             code = self._processes[rank].wait()
-            raise TrainingError(f"Megatron rank {rank} died during {op!r} (exit status {code})") from None
+            raise TrainingError(f"rank {rank} died during {op!r} (exit status {code})") from None
         if failed:
             if isinstance(value, Exception):
                 raise value
-            raise TrainingError(f"Megatron rank {rank} failed during {op!r}: {value}")
+            raise TrainingError(f"rank {rank} failed during {op!r}: {value}")
         return value
 
     def close(self, *, grace: float = 5.0) -> None:
