@@ -1,0 +1,153 @@
+"""Turning a task's Dockerfile into a prepared layer: replayed once in a sandbox, kept as an image, shared by every execution."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gyre_sdk.environments import dockerfile
+from gyre_sdk.environments.sandbox import disk, journal
+from gyre_sdk.environments.sandbox.base import Limits, Network, Sandbox, SandboxSpec
+from gyre_sdk.environments.sandbox.namespaced import NamespaceSandbox
+from gyre_sdk.environments.task import Environment
+from gyre_sdk.errors import SandboxError, TaskError
+
+_SHOWN = 400
+_APT_AS_ROOT = "printf 'APT::Sandbox::User \"root\";\\n' > /etc/apt/apt.conf.d/99gyre 2>/dev/null || true"
+_build_locks: dict[str, asyncio.Lock] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a task's environment adds to a sandbox's spec."""
+
+    layers: tuple[Path, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    workdir: str | None = None
+    user: str | None = None
+    replay: dockerfile.Recipe | None = None
+    """To be replayed in every sandbox, where layers can't be kept."""
+
+
+async def prepare(environment: Environment, backend: str, rootfs: Path | None) -> Prepared:
+    """Read and, where it does anything, build. Raises TaskError (can't be replayed) or SandboxError (a command failed)."""
+    if environment.needs:
+        raise TaskError(f"{environment.folder or 'task'}: {environment.needs[0]} needs docker or podman")
+    if environment.folder is None:
+        if environment.image is not None:
+            raise TaskError(f"image {environment.image} needs docker or podman (the task has no Dockerfile to replay)")
+        return Prepared()
+    recipe = dockerfile.read(environment.folder / "Dockerfile")
+    prepared = Prepared(
+        env=tuple(recipe.env.items()), workdir=recipe.workdir if recipe.workdir != "/" else None, user=recipe.user
+    )
+    if not _does_anything(recipe):
+        return prepared
+    if backend not in ("bwrap", "unshare") or not await asyncio.to_thread(disk.loop_works):
+        return replace(prepared, replay=recipe)
+    return replace(prepared, layers=(await _layer(recipe, environment, backend, rootfs),))
+
+
+def _does_anything(recipe: dockerfile.Recipe) -> bool:
+    """Whether more than the working directory must be made."""
+    return any(action.kind != "mkdir" for action in recipe.actions)
+
+
+async def _layer(recipe: dockerfile.Recipe, environment: Environment, backend: str, rootfs: Path | None) -> Path:
+    assert environment.folder is not None
+    key = await asyncio.to_thread(recipe.digest, environment.folder)
+    layers = journal.home() / "layers"
+    layers.mkdir(mode=0o700, exist_ok=True)
+    final = layers / f"{key}{'-' + rootfs.name if rootfs else ''}.img"
+    async with _build_locks.setdefault(str(final), asyncio.Lock()):
+        if not final.exists():
+            spec = SandboxSpec(
+                name="build",
+                rootfs=rootfs,
+                limits=Limits(memory_mb=None, disk_mb=max(2048, environment.limits.disk_mb or 0)),
+                network=Network("on"),
+                workdir="/",
+                keep_layer=final,
+            )
+            await _build(spec, backend, recipe, environment)
+    return final
+
+
+async def _build(spec: SandboxSpec, backend: str, recipe: dockerfile.Recipe, environment: Environment) -> None:
+    assert environment.folder is not None
+    sandbox = NamespaceSandbox(spec, backend)
+    await sandbox.start()
+    try:
+        async with asyncio.timeout(environment.build_timeout_s):
+            await replay(sandbox, recipe, environment.folder)
+        await sandbox.kill_all()
+        await sandbox.stop(keep=True)
+    except TimeoutError as error:
+        raise SandboxError(f"{environment.folder}: build took longer than {environment.build_timeout_s:g} s") from error
+    finally:
+        await sandbox.stop()
+
+
+async def replay(sandbox: Sandbox, recipe: dockerfile.Recipe, context: Path) -> None:
+    """Do a recipe's actions in a sandbox. Raises SandboxError with the command that failed and the end of its output."""
+    if sandbox.capabilities.rootfs:
+        await sandbox.exec(_APT_AS_ROOT, cwd="/")
+    elif any(action.kind == "run" for action in recipe.actions):
+        raise SandboxError(
+            f"{context / 'Dockerfile'}: RUN would change this machine itself under the {sandbox.backend} backend"
+        )
+    for action in recipe.actions:
+        if action.kind == "copy":
+            await _copy(sandbox, action, context)
+        elif action.kind == "mkdir":
+            await sandbox.exec(f"mkdir -p {_seen(sandbox, action.target)}", cwd="/", user="root")
+        else:
+            await _run(sandbox, action, context)
+
+
+async def _run(sandbox: Sandbox, action: dockerfile.Action, context: Path) -> None:
+    env = {"DEBIAN_FRONTEND": "noninteractive", **action.env}
+    result = await sandbox.exec(action.command, cwd=action.workdir, env=env, user=action.user)
+    if result.rc != 0:
+        told = (result.stdout + result.stderr).strip()[-_SHOWN:]
+        raise SandboxError(f"{context / 'Dockerfile'}: RUN {action.command[:120]} ended with {result.rc}: {told}")
+
+
+def _seen(sandbox: Sandbox, path: str) -> str:
+    """A path for a command: without a root of its own a sandbox's files lie below $GYRE_ROOT."""
+    return shlex.quote(path) if sandbox.capabilities.rootfs else f'"$GYRE_ROOT"{shlex.quote(path)}'
+
+
+async def _copy(sandbox: Sandbox, action: dockerfile.Action, context: Path) -> None:
+    sources = [path for pattern in action.sources for path in _matches(context, pattern)]
+    is_folder = action.target.endswith("/") or len(sources) > 1
+    if not is_folder:
+        found = await sandbox.exec(f"test -d {_seen(sandbox, action.target)}", cwd="/")
+        is_folder = found.rc == 0
+    for source in sources:
+        if source.is_dir():
+            await sandbox.upload(source, action.target)
+        else:
+            await sandbox.upload(source, f"{action.target.rstrip('/')}/{source.name}" if is_folder else action.target)
+    for option, tool in ((action.chmod, "chmod"), (action.chown, "chown")):
+        if option:
+            await sandbox.exec(f"{tool} -R {shlex.quote(option)} {_seen(sandbox, action.target)}", cwd="/")
+
+
+def _matches(context: Path, pattern: str) -> list[Path]:
+    """Files of the context for one COPY source. Raises TaskError when there are none, or outside the context."""
+    if any(mark in pattern for mark in "*?["):
+        names = sorted(context.glob(pattern))
+        found = [path for path in names if fnmatch.fnmatch(str(path.relative_to(context)), pattern)]
+    else:
+        path = context / pattern
+        found = [path] if path.exists() else []
+    if not found:
+        raise TaskError(f"{context / 'Dockerfile'}: COPY {pattern}: no such file in the build context")
+    for path in found:
+        if not path.resolve().is_relative_to(context.resolve()):
+            raise TaskError(f"{context / 'Dockerfile'}: COPY {pattern} leaves the build context")
+    return found

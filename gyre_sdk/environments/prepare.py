@@ -1,0 +1,203 @@
+"""The sandbox of one execution of a task: backend chosen, environment prepared, healthy, before the agent comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from gyre_sdk.environments.build import prepare, replay
+from gyre_sdk.environments.sandbox import choose
+from gyre_sdk.environments.sandbox.base import (
+    Capabilities,
+    ExecResult,
+    Limits,
+    Network,
+    PrivateMount,
+    Sandbox,
+    SandboxProcess,
+    SandboxSpec,
+)
+from gyre_sdk.environments.task import Environment, Healthcheck, Task
+from gyre_sdk.errors import SandboxError, TaskError
+
+
+class TaskSandbox:
+    """A sandbox that knows its task. `start` chooses the backend, builds what must be built and waits until it is healthy."""
+
+    def __init__(
+        self,
+        name: str,
+        environment: Environment,
+        *,
+        backend: str,
+        workdir: str,
+        read_only_mounts: Mapping[Path, str],
+        network: Network,
+        limits: Limits,
+        user: str | None,
+    ) -> None:
+        self.environment = environment
+        self.wanted_backend = backend
+        named = os.environ.get("GYRE_ROOTFS")
+        self._spec = SandboxSpec(
+            name=name,
+            rootfs=Path(named) if named else None,
+            image=environment.image,
+            env=environment.env,
+            workdir=workdir,
+            user=user,
+            limits=limits,
+            network=network,
+            read_only_mounts=read_only_mounts,
+        )
+        self._inner: Sandbox | None = None
+
+    @property
+    def inner(self) -> Sandbox:
+        """The real sandbox. Raises SandboxError before `start`."""
+        if self._inner is None:
+            raise SandboxError("the sandbox is not running")
+        return self._inner
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of the backend that was chosen."""
+        return self.inner.capabilities
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """What it is made of."""
+        return self._inner.spec if self._inner is not None else self._spec
+
+    @property
+    def backend(self) -> str:
+        """The backend's name, once chosen."""
+        return self._inner.backend if self._inner is not None else self.wanted_backend
+
+    async def start(self) -> None:
+        """Raises SandboxError: also for a task that can't be run here, with the reason."""
+        backend = await choose.resolve(self.wanted_backend)
+        environment = self.environment
+        try:
+            prepared = await prepare(environment, backend, self._spec.rootfs)
+        except TaskError as error:
+            raise SandboxError(str(error)) from error
+        spec = replace(
+            self._spec,
+            layers=prepared.layers,
+            env={**dict(prepared.env), **self._spec.env},
+            user=self._spec.user or prepared.user,
+        )
+        self._inner = choose.create(spec, backend)
+        await self._inner.start()
+        if prepared.replay is not None and environment.folder is not None:
+            await replay(self._inner, prepared.replay, environment.folder)
+        if environment.healthcheck is not None:
+            await wait_healthy(self._inner, environment.healthcheck)
+
+    async def stop(self) -> None:
+        """See Sandbox.stop."""
+        if self._inner is not None:
+            await self._inner.stop()
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        user: str | None = None,
+        on_output: Callable[[str], None] | None = None,
+        private: Sequence[PrivateMount] = (),
+        trusted: bool = False,
+    ) -> ExecResult:
+        """See Sandbox.exec."""
+        return await self.inner.exec(
+            command, cwd=cwd, env=env, timeout=timeout, user=user, on_output=on_output, private=private, trusted=trusted
+        )
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+        user: str | None = None,
+    ) -> SandboxProcess:
+        """See Sandbox.spawn."""
+        return await self.inner.spawn(argv, cwd=cwd, env=env, stdout=stdout, stderr=stderr, user=user)
+
+    async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
+        """See Sandbox.upload."""
+        await self.inner.upload(source, target, fresh=fresh)
+
+    async def download(self, source: str, target: Path, *, limit_mb: int = 1024) -> None:
+        """See Sandbox.download."""
+        await self.inner.download(source, target, limit_mb=limit_mb)
+
+    async def kill_all(self, *, keep_listening: bool = False) -> list[str]:
+        """See Sandbox.kill_all."""
+        return await self.inner.kill_all(keep_listening=keep_listening)
+
+    async def expose(self, port_outside: int) -> int:
+        """See Sandbox.expose."""
+        return await self.inner.expose(port_outside)
+
+
+async def wait_healthy(sandbox: Sandbox, check: Healthcheck) -> None:
+    """Wait until the task's own check succeeds. Raises SandboxError when it never does."""
+    begun, failures, told = time.monotonic(), 0, ""
+    while True:
+        result = await sandbox.exec(check.command, timeout=check.timeout_s)
+        if result.rc == 0 and not result.timed_out:
+            return
+        told = (result.stderr or result.stdout).strip()[-200:]
+        if time.monotonic() - begun > check.start_period_s:
+            failures += 1
+        if failures >= max(1, check.retries):
+            raise SandboxError(f"the environment's healthcheck failed {failures} times: {check.command[:80]}: {told}")
+        await asyncio.sleep(check.interval_s)
+
+
+def make_sandbox(
+    task: Task,
+    *,
+    backend: str = "auto",
+    read_only_mounts: Mapping[Path, str] | None = None,
+    limits: Limits | None = None,
+    network: Network | None = None,
+) -> TaskSandbox:
+    """The agent's sandbox for one execution of `task`, not started. `limits` and `network` override the task's own."""
+    agent = task.steps[0].agent
+    return TaskSandbox(
+        task.name,
+        task.environment,
+        backend=backend,
+        workdir=task.workdir,
+        read_only_mounts=read_only_mounts or {},
+        network=network or agent.network or task.environment.network,
+        limits=limits or task.environment.limits,
+        user=agent.user,
+    )
+
+
+def make_verifier_sandbox(task: Task, environment: Environment, *, backend: str, network: Network) -> TaskSandbox:
+    """A fresh sandbox for a separate verifier, not started."""
+    return TaskSandbox(
+        f"{task.name}-verifier",
+        environment,
+        backend=backend,
+        workdir=environment.workdir or task.workdir,
+        read_only_mounts={},
+        network=network,
+        limits=environment.limits,
+        user=None,
+    )
