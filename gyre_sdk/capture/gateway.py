@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ from starlette.routing import Route
 from gyre_sdk.capture.config import ExecutionSpec, GatewayConfig
 from gyre_sdk.capture.dialects.base import Dialect, Incoming, Problem, problem_of
 from gyre_sdk.capture.dialects.chat import ChatDialect
+from gyre_sdk.capture.dialects.gemini import GeminiDialect
+from gyre_sdk.capture.dialects.messages import MessagesDialect
+from gyre_sdk.capture.dialects.responses import ResponsesDialect
 from gyre_sdk.capture.model import ChatRenderer
 from gyre_sdk.capture.recorder import Recorder
 from gyre_sdk.capture.respond import Client, StreamBrokenError, answer, send_problem
@@ -85,6 +88,10 @@ class Gateway:
         self.base_url = ""
         self._flusher = Flusher()
         self._info: ModelInfo | None = None
+        self._chat = ChatDialect()
+        self._messages = MessagesDialect()
+        self._responses = ResponsesDialect()
+        self._gemini = GeminiDialect()
         self._by_token: dict[bytes, tuple[str, Recorder]] = {}
         self._recorders: dict[str, Recorder] = {}
         self._tokens: dict[str, bytes] = {}
@@ -179,22 +186,21 @@ class Gateway:
 
     def app(self) -> Starlette:
         """The ASGI app."""
-        chat = ChatDialect()
+        gemini = ("/v1beta/models/{target:path}", "/v1/models/{target:path}", "/models/{target:path}")
         routes = [
-            *self._post(("/chat/completions",), chat),
-            *self._get(("/models",), self._models),
+            *self._post(("/chat/completions", "/v1/chat/completions"), self._chat),
+            *self._post(("/messages", "/v1/messages"), self._messages),
+            *self._post(("/messages/count_tokens", "/v1/messages/count_tokens"), self._messages),
+            *self._post(("/responses", "/v1/responses"), self._responses),
+            *self._post(gemini, self._gemini),
+            *(Route(path, self._models, methods=["GET"]) for path in ("/models", "/v1/models", "/v1beta/models")),
             Route("/", self._alive, methods=["GET", "HEAD"]),
             Route("/healthz", self._alive, methods=["GET", "HEAD"]),
         ]
         return Starlette(routes=routes)
 
     def _post(self, paths: tuple[str, ...], dialect: Dialect) -> list[Route]:
-        return [
-            Route(prefix + path, _Endpoint(self, dialect), methods=["POST"]) for path in paths for prefix in ("", "/v1")
-        ]
-
-    def _get(self, paths: tuple[str, ...], handler: Callable[[Request], Awaitable[Any]]) -> list[Route]:
-        return [Route(prefix + path, handler, methods=["GET"]) for path in paths for prefix in ("", "/v1")]
+        return [Route(path, _Endpoint(self, dialect), methods=["POST"]) for path in paths]
 
     async def _alive(self, request: Request) -> Any:
         from starlette.responses import JSONResponse
@@ -204,12 +210,20 @@ class Gateway:
     async def _models(self, request: Request) -> Any:
         from starlette.responses import JSONResponse
 
+        dialect = self._models_dialect(request)
         try:
             self.authenticate(request.headers, request.query_params)
         except RequestError as error:
-            return JSONResponse(ChatDialect().error(problem_of(error, 1.0)), status_code=error.status)
-        model = {"id": self.config.model, "object": "model", "created": 0, "owned_by": "gyre"}
-        return JSONResponse({"object": "list", "data": [model]})
+            return JSONResponse(dialect.error(problem_of(error, 1.0)), status_code=error.status)
+        return JSONResponse(dialect.models(self.config.model))
+
+    def _models_dialect(self, request: Request) -> Dialect:
+        """The list of models has one path and several forms; what else the request says tells them apart."""
+        if "anthropic-version" in request.headers:
+            return self._messages
+        if request.url.path.startswith("/v1beta"):
+            return self._gemini
+        return self._responses if "client_version" in request.query_params else self._chat
 
     def authenticate(self, headers: Mapping[str, str], query: Mapping[str, str]) -> Recorder:
         """The execution a request belongs to. Raises UnauthorizedError or SealedError."""
@@ -278,6 +292,9 @@ class _Endpoint:
             body = await client.body(config.max_body_bytes)
             incoming = Incoming(body, request.headers, request.url.path, request.query_params, request.path_params)
             model_request = self.dialect.parse(incoming)
+            if self.dialect.counts(incoming):
+                await client.json(200, self.dialect.count(await recorder.count(model_request)))
+                return
             call = await recorder.start(model_request)
             await answer(client, self.dialect, model_request, recorder, call)
         except GyreError as error:

@@ -133,6 +133,14 @@ class Recorder:
         call.task = asyncio.create_task(self._serve(call, request), name=f"gyre-call-{call.rid}")
         return call
 
+    async def count(self, request: ModelRequest) -> int:
+        """Exactly how many prompt tokens the request would have; nothing is recorded."""
+        self._check_open()
+        read = await anyio.to_thread.run_sync(self.reader.read, request)
+        conversation = self.contexts.conversation(read.parts, read.tools_digest)
+        match = self.contexts.match(conversation, read.call_ids)
+        return len((await self.prompter.make(request, read, match)).ids)
+
     def _waiting_for(self, key: Digest) -> LiveCall | None:
         """An unfinished or undelivered call with this prompt that nobody listens to any more."""
         if not self.config.replay:

@@ -108,7 +108,7 @@ async def answer(client: Client, dialect: Dialect, request: ModelRequest, record
     recorder.attach(call)
     complete = False
     try:
-        ident = Ident(recorder.execution, call.number, int(call.created))
+        ident = Ident(recorder.execution, call.number, int(call.created), call.prompt_tokens)
         if request.stream:
             complete = await _stream(client, dialect, request, ident, recorder, call)
         else:
@@ -142,7 +142,7 @@ async def _stream(
             if client.gone:
                 return False
             if not client.started:
-                await client.start(200, dialect.stream_type, _stream_headers(call), None)
+                await client.start(200, dialect.stream_type(request), _stream_headers(call), None)
                 await client.send(writer.start(), more=True)
             if update.reply is not None:
                 if await client.is_gone():

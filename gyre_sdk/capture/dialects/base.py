@@ -36,6 +36,7 @@ class Ident:
     call: int
     created: int
     """Seconds since the epoch."""
+    prompt_tokens: int = 0
 
     def named(self, prefix: str) -> str:
         """`<prefix><execution><call>`, unique for ever."""
@@ -139,10 +140,22 @@ class Dialect(ABC):
     def error(self, problem: Problem) -> JSON:
         """The body of an error."""
 
-    @property
-    def stream_type(self) -> str:
+    def stream_type(self, request: ModelRequest) -> str:
         """Content type of a stream."""
         return "text/event-stream; charset=utf-8"
+
+    def counts(self, incoming: Incoming) -> bool:
+        """Whether the request only asks how many tokens it has."""
+        return False
+
+    def count(self, tokens: int) -> JSON:
+        """The answer to such a request."""
+        return {"total_tokens": tokens}
+
+    def models(self, name: str) -> JSON:
+        """The list of models: one."""
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "gyre"}
+        return {"object": "list", "data": [model]}
 
 
 class Deltas:
