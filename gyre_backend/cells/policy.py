@@ -10,14 +10,19 @@ that may leave leaves before the slots it needs empty are filled again.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from gyre_backend.cells import policy_moves, policy_steps
 from gyre_backend.cells.policy_config import PRESETS, PolicyConfig, from_mapping, preset
 from gyre_backend.cells.policy_events import absorb
+from gyre_backend.cells.policy_gates import quiet_above
 from gyre_backend.cells.state import (
     Action,
     CellBack,
     CellLost,
     Event,
+    ExecutionFinished,
+    ExecutionStarted,
     GroupDropped,
     GroupReady,
     GroupTrained,
@@ -30,6 +35,7 @@ from gyre_backend.cells.state import (
 __all__ = ["PRESETS", "PolicyConfig", "decide", "from_mapping", "preset"]
 
 
+_EXECUTIONS = frozenset({ExecutionStarted, ExecutionFinished})
 # Only these can change which steps may end, begin or take groups; the rest are most of the events.
 _CHANGES_READY = frozenset({Tick, GroupReady, GroupDropped, GroupTrained, MoveDone, Published, CellLost, CellBack})
 
@@ -38,6 +44,9 @@ def decide(state: SchedulerState, event: Event, config: PolicyConfig) -> tuple[S
     """The state after `event`, and what to do now, in order."""
     actions: list[Action] = []
     state = absorb(state, event, config, actions)
+    quiet = state.dispatched - state.finished > state.quiet_above
+    if quiet and type(event) in _EXECUTIONS and (state.wake_at is None or state.now < state.wake_at):
+        return state, actions
     if type(event) in _CHANGES_READY:
         state = policy_steps.advance(state, config, actions)
     if config.dispatch == "burst":
@@ -45,8 +54,13 @@ def decide(state: SchedulerState, event: Event, config: PolicyConfig) -> tuple[S
         state = _move(state, config, actions)
     else:
         state = _move(state, config, actions)
+        sent = state.dispatched
         state = policy_steps.dispatch_slots(state, config, actions)
-    return policy_moves.set_timer(state, config, actions), actions
+        if state.dispatched != sent:  # full slots may now call a starved training cell back
+            state = _move(state, config, actions)
+    state = policy_moves.set_timer(state, config, actions)
+    level = quiet_above(state, config)
+    return (state if level == state.quiet_above else replace(state, quiet_above=level)), actions
 
 
 def _move(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:

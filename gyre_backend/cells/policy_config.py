@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ Moves = Literal["serial", "pool", "static", "barrier"]
 Dispatching = Literal["burst", "slots"]
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """One scheduler. Defaults are those of the preset `paper`; `preset(name)` gives the others."""
 
     moves: Moves = "serial"
@@ -88,11 +89,16 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"late, but max_staleness is {self.max_staleness}: use burst_steps <= max_staleness + 1"
                 )
 
-    @property
+    @cached_property
     def limit(self) -> int:
         """Most groups outstanding (in flight, ready and in the open step)."""
         limit = math.floor((1 + self.in_flight_extra) * self.burst_steps * self.groups_per_step + 1e-9)
         return limit if self.max_staleness is None else min(limit, (self.max_staleness + 1) * self.groups_per_step)
+
+    @cached_property
+    def ready_needed(self) -> int:
+        """phi * mu * B, groups."""
+        return math.ceil(self.readiness * self.burst_steps * self.groups_per_step - 1e-9)
 
     def check_cells(self, num_cells: int, standalone: int) -> None:
         """Refuse a cell count this scheduler would deadlock on.

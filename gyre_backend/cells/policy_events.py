@@ -19,11 +19,21 @@ def absorb(state: SchedulerState, event: Event, config: PolicyConfig, actions: l
 
 
 def set_cell(state: SchedulerState, index: int, role: Role) -> SchedulerState:
-    """The cell takes `role` now; C_R follows."""
+    """The cell takes `role` now; C_R and the other sums over cells follow."""
     cells = list(state.cells)
     cells[index] = CellState(role, cells[index].slots, state.now)
-    capacity = state.standalone + sum(c.slots for c in cells if c.role is Role.ROLLOUT)
-    return replace(state, cells=tuple(cells), capacity=capacity)
+    capacity, training, moving, mover = state.standalone, 0, 0, -1
+    for number, cell in enumerate(cells):
+        if cell.role is Role.ROLLOUT:
+            capacity += cell.slots
+            mover = number if mover < 0 else mover
+        elif cell.role is Role.TRAINING:
+            training += 1
+        elif cell.role is not Role.LOST:
+            moving += 1
+    if mover > 0 and cells[0].role is not Role.TRAINING:
+        mover = -1
+    return replace(state, cells=tuple(cells), capacity=capacity, num_training=training, num_moving=moving, mover=mover)
 
 
 def _ignored(state: SchedulerState, now: float) -> SchedulerState:

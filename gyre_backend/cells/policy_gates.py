@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from gyre_backend.cells.policy_config import PolicyConfig
 from gyre_backend.cells.state import Phase, Role, SchedulerState
 
@@ -48,7 +46,7 @@ def enough_ready(state: SchedulerState, config: PolicyConfig) -> bool:
     ready = state.fits if state.fits < min(room, len(state.ready)) else len(state.ready)
     have = ready + len(state.members) - len(state.trained)
     missing = state.burst_left * config.groups_per_step - len(state.trained)
-    return have >= max(1, min(math.ceil(config.readiness * config.burst_steps * config.groups_per_step), missing))
+    return have >= max(1, min(config.ready_needed, missing))
 
 
 def rollout_is_idle(state: SchedulerState, config: PolicyConfig) -> bool:
@@ -76,19 +74,6 @@ def stranded(state: SchedulerState, config: PolicyConfig) -> bool:
     return state.waterlevel > 0 or (may_send and not step_is_full(state, config))
 
 
-def next_mover(state: SchedulerState) -> int | None:
-    """The first cell in order that is in rollout; a satellite only behind a training core."""
-    core = state.cells[0].role
-    if core is Role.ROLLOUT:
-        return 0
-    if core is not Role.TRAINING:
-        return None
-    for index, cell in enumerate(state.cells):
-        if cell.role is Role.ROLLOUT:
-            return index
-    return None
-
-
 def wants(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
     """Every gate but the waterlevel lets `mover` go to training."""
     if mover == 0:
@@ -101,8 +86,7 @@ def wants(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
         return True
     if state.phase is not Phase.OPEN:
         return False
-    training = state.count(Role.TRAINING)
-    return pressure(state, config) >= gate * (training + 1)
+    return pressure(state, config) >= gate * (state.num_training + 1)
 
 
 def level_allows(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
@@ -118,10 +102,10 @@ def level_allows(state: SchedulerState, mover: int, config: PolicyConfig) -> boo
 
 def draining(state: SchedulerState, config: PolicyConfig) -> bool:
     """A cell would move to training now if only w were low enough: its slots must not be filled again."""
-    if config.moves != "serial" or state.moving:
+    if config.moves != "serial" or state.num_moving:
         return False
-    mover = next_mover(state)
-    if mover is None or not wants(state, mover, config):
+    mover = state.mover
+    if mover < 0 or not wants(state, mover, config):
         return False
     after = state.capacity - state.cells[mover].slots
     if after == 0:
@@ -152,3 +136,19 @@ def lends(state: SchedulerState, config: PolicyConfig) -> bool:
     if state.group_wait == 0 or staying == 0 or 0 in state.move_seconds:
         return True
     return missing * state.group_wait * (pool / (pool + staying)) > sum(state.move_seconds)
+
+
+def quiet_above(state: SchedulerState, config: PolicyConfig) -> int:
+    """The highest w at which an execution's end could make the policy act, nothing else changing.
+
+    Most events are such ends, and most of them change nothing: this number lets `decide` see that at once.
+    Time is left out: `decide` evaluates in full once a `WakeAt` is due.
+    """
+    level = 0  # at w = 0 several rules look at the idle rollout side
+    if config.dispatch == "slots" and state.outstanding < config.limit and not draining(state, config):
+        level = max(level, state.capacity - config.group_size)
+    if config.moves == "serial" and not state.num_moving:
+        mover = state.mover
+        if mover >= 0 and wants(state, mover, config):
+            level = max(level, state.capacity - state.cells[mover].slots)
+    return level

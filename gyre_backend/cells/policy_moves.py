@@ -47,30 +47,31 @@ def _clocks(state: SchedulerState, config: PolicyConfig) -> SchedulerState:
 
 
 def _starved(state: SchedulerState, config: PolicyConfig) -> bool:
-    trains = any(c.role is Role.TRAINING for c in state.cells)
-    return trains and state.queued_micro_steps == 0 and gates.pressure(state, config) == 0
+    return state.num_training > 0 and state.queued_micro_steps == 0 and gates.pressure(state, config) == 0
 
 
 # ------------------------------------------------------------------------------------------------ one by one
 
 
 def _serial(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
-    if state.moving:
+    if state.num_moving:
         return state
     if state.releasing:
         state = _release(state, config, actions)
-        if state.releasing or state.moving:
+        if state.releasing or state.num_moving:
             return state
     back = _returner(state, config)
     if back is not None:
         return _go(state, back, actions)
-    mover = gates.next_mover(state)
-    if mover is None or not gates.level_allows(state, mover, config) or not gates.wants(state, mover, config):
+    mover = state.mover
+    if mover < 0 or not gates.level_allows(state, mover, config) or not gates.wants(state, mover, config):
         return state
     return _go(state, mover, actions)
 
 
 def _last_training(state: SchedulerState) -> int | None:
+    if not state.num_training:
+        return None
     for index in range(len(state.cells) - 1, -1, -1):
         if state.cells[index].role is Role.TRAINING:
             return index
@@ -149,10 +150,9 @@ def _barrier(state: SchedulerState, config: PolicyConfig, actions: list[Action])
     """colocate: everybody trains when nothing is unfinished and a step's groups are ready; everybody returns
     after the burst."""
     cells = range(len(state.cells))
-    if state.moving:
+    if state.num_moving:
         return state
-    trains = any(c.role is Role.TRAINING for c in state.cells)
-    if trains and state.phase is Phase.IDLE and (state.releasing or gates.stranded(state, config)):
+    if state.num_training and state.phase is Phase.IDLE and (state.releasing or gates.stranded(state, config)):
         return _all(replace(state, releasing=False), cells, Role.TRAINING, actions)
     if state.waterlevel == 0 and state.phase is Phase.IDLE and state.fits >= config.groups_per_step:
         return _all(replace(state, releasing=False), cells, Role.ROLLOUT, actions)

@@ -16,6 +16,9 @@ import msgspec
 
 GroupId = str | int
 
+ALWAYS = 2**62
+"""`quiet_above` of a state that must be evaluated at every event."""
+
 
 class Role(Enum):
     """What a cell does. The two moves are roles of their own: a moving cell serves neither side."""
@@ -66,6 +69,13 @@ class SchedulerState(msgspec.Struct, frozen=True):
     """Slots of the standalone rollout pool, which never trains."""
     capacity: int = 0
     """C_R: standalone + slots of the cells in rollout."""
+    num_training: int = 0
+    """Cells in training."""
+    num_moving: int = 0
+    """Cells between roles."""
+    mover: int = 0
+    """The next cell in order that may go to training: the first in rollout, behind a training core; -1 if
+    none."""
     now: float = 0.0
     version: int = 0
     """Policy version of the published weights; step `version` trains it to `version + 1`."""
@@ -111,6 +121,9 @@ class SchedulerState(msgspec.Struct, frozen=True):
     group_wait: float = 0.0
     """Mean time between two groups becoming ready (moving average), s; 0 = unknown."""
     last_ready: float | None = None
+    quiet_above: int = ALWAYS
+    """While w is above this, an execution that starts or ends changes no decision (found by the last full
+    evaluation)."""
     ignored: int = 0
     """Events that were impossible in the state they arrived in (duplicates, news of lost cells) and changed
     nothing."""
@@ -128,11 +141,6 @@ class SchedulerState(msgspec.Struct, frozen=True):
     def count(self, role: Role) -> int:
         """Cells in `role`."""
         return sum(cell.role is role for cell in self.cells)
-
-    @property
-    def moving(self) -> bool:
-        """A cell is between roles."""
-        return any(c.role is Role.TO_TRAINING or c.role is Role.TO_ROLLOUT for c in self.cells)
 
 
 def initial(

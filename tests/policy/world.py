@@ -6,8 +6,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from gyre_backend.cells.policy import PolicyConfig, decide
 from gyre_backend.cells.state import (
+    ALWAYS,
     AbortStep,
     Action,
     Assign,
@@ -72,6 +75,8 @@ class World:
         self.state, actions = decide(before, event, self.config)
         again, repeat = decide(before, event, self.config)
         assert (again, repeat) == (self.state, actions), "not deterministic"
+        _, in_full = decide(replace(before, quiet_above=ALWAYS), event, self.config)
+        assert in_full == actions, "the shortcut for quiet events missed an action"
         self.log.append((event, actions))
         for action in actions:
             self.obey(action)
@@ -123,6 +128,8 @@ class World:
                     assert action.cell == 0 or state.cells[0].role is Role.TRAINING, "a satellite without its core"
         capacity = state.standalone + sum(c.slots for c in state.cells if c.role is Role.ROLLOUT)
         assert state.capacity == capacity
+        assert state.num_moving == moving
+        assert state.num_training == state.count(Role.TRAINING)
         sent = sum(a.groups for a in actions if isinstance(a, Dispatch))
         if config.dispatch == "slots" and sent and state.waterlevel > config.group_size:
             assert state.waterlevel <= state.capacity, "slot-wise dispatch sent more than fits"
