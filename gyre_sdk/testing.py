@@ -9,6 +9,7 @@ recording) is exercised as with a model, and `engine.log` holds what it saw and 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,9 +40,10 @@ _corpus = (
 )
 
 
-def tiny_tokenizer(special: Sequence[str] = CHATML_TOKENS, added: Sequence[str] = ()) -> Any:
-    """A byte-level BPE tokenizer (about 400 ids) that any text round-trips through."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+@functools.cache
+def _trained() -> str:
+    """The tiny tokenizer without special tokens, as JSON."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,6 +52,14 @@ def tiny_tokenizer(special: Sequence[str] = CHATML_TOKENS, added: Sequence[str] 
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
     )
     tokenizer.train_from_iterator([_corpus] * 4, trainer)
+    return str(tokenizer.to_str())
+
+
+def tiny_tokenizer(special: Sequence[str] = CHATML_TOKENS, added: Sequence[str] = ()) -> Any:
+    """A byte-level BPE tokenizer (about 400 ids) that any text round-trips through."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_str(_trained())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if added:
         tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
