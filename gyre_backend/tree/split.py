@@ -16,7 +16,7 @@ import numpy as np
 
 from gyre_backend.errors import PlanError
 from gyre_backend.tree.cost import CostModel
-from gyre_backend.tree.plan import EDGE_FIELDS, TreePlan, assemble, chain_of, edge_child, token_parents
+from gyre_backend.tree.plan import EDGE_FIELDS, TreePlan, assemble, edge_child, token_parents
 
 
 def split_dfs(
@@ -100,7 +100,8 @@ def balance(
     allowed = np.flatnonzero(_may_cut(plan, whole_replies))
     sums = _Sums.of(plan, model)
     bounds = _min_max_cuts(sums, allowed, 0, plan.num_tokens, ranks)
-    shares = [piece(plan, a, b) for a, b in pairwise(bounds)]
+    cutter = _Cutter(plan)
+    shares = [cutter.piece(a, b) for a, b in pairwise(bounds)]
     cap = plan.num_tokens if max_tokens is None else max_tokens
     counts = [len(split_dfs(share, cap, whole_replies=whole_replies)) for share in shares]
     wanted = max(counts, default=0)
@@ -116,7 +117,8 @@ def balance(
 def _split_evenly(plan: TreePlan, count: int, model: CostModel, whole_replies: bool) -> list[TreePlan]:
     allowed = np.flatnonzero(_may_cut(plan, whole_replies))
     bounds = _min_max_cuts(_Sums.of(plan, model), allowed, 0, plan.num_tokens, count)
-    return [part for part in (piece(plan, a, b) for a, b in pairwise(bounds)) if part.num_edges]
+    cutter = _Cutter(plan)
+    return [part for part in (cutter.piece(a, b) for a, b in pairwise(bounds)) if part.num_edges]
 
 
 class _Sums:
@@ -169,43 +171,57 @@ def _min_max_cuts(sums: _Sums, allowed: np.ndarray, start: int, end: int, parts:
 
 
 def _pieces(plan: TreePlan, cuts: list[int]) -> list[TreePlan]:
-    parts = (piece(plan, a, b) for a, b in zip(cuts, [*cuts[1:], plan.num_tokens]))
+    cutter = _Cutter(plan)
+    parts = (cutter.piece(a, b) for a, b in pairwise([*cuts, plan.num_tokens]))
     return [part for part in parts if part.num_edges]
 
 
 def piece(plan: TreePlan, a: int, b: int) -> TreePlan:
     """The edges whose targets are in [a, b), on the tokens they need."""
-    parents = token_parents(plan)
-    child = edge_child(plan)
-    mine = (child >= a) & (child < b)
-    held = np.concatenate([chain_of(parents, int(parents[a])), np.arange(a, b)]) if a < b else np.zeros(0, np.int64)
-    owner = np.searchsorted(plan.seg_start, held, side="right") - 1
-    targets = np.concatenate([[0], np.cumsum(np.bincount(child[mine], minlength=plan.num_tokens))])
-    below = targets[np.minimum(plan.seg_sub_end[owner], b)] - targets[np.minimum(held, b)]
-    held = held[below > 0]
-    place = np.full(plan.num_tokens + 1, -1, np.int64)
-    place[held] = np.arange(len(held))
-    parent = np.where(parents[held] >= 0, place[parents[held]], -1)
-    edges = {name: getattr(plan, name)[mine] for name in EDGE_FIELDS}
-    edges["edge_src"] = place[edges["edge_src"]].astype(np.int32)
-    # Paths that end in the piece: as in the whole, and one where everything that followed was cut off.
-    ends = _path_ends(plan, parents)[held]
-    followed = np.bincount(parent[parent >= 0], minlength=len(held)) > 0
-    ends = np.where(followed, np.where(held >= a, ends, 0), np.maximum(ends, 1))
-    return assemble(plan.ids[held], parent, _sum_up(ends, parent), edges, plan.executions)
+    return _Cutter(plan).piece(a, b)
 
 
-def _path_ends(plan: TreePlan, parents: np.ndarray) -> np.ndarray:
-    ends = plan.mult.astype(np.int64)
-    np.subtract.at(ends, parents[parents >= 0], plan.mult[parents >= 0])
-    return ends
+class _Cutter:
+    """Cuts pieces out of one plan: O(piece) each, after one pass over the plan."""
 
+    def __init__(self, plan: TreePlan) -> None:
+        self.plan = plan
+        self.parents = token_parents(plan)
+        child = edge_child(plan)
+        self.order = np.argsort(child, kind="stable")
+        self.child = child[self.order]
+        self.owner = np.repeat(np.arange(len(plan.seg_start)), plan.seg_end - plan.seg_start)
+        self.below = plan.seg_sub_end[self.owner]
+        """int32[U]: the subtree of token u is [u, below[u])"""
+        has_parent = self.parents >= 0
+        self.ends = plan.mult.astype(np.int64)
+        """int64[U]: paths that end at the token"""
+        np.subtract.at(self.ends, self.parents[has_parent], plan.mult[has_parent])
 
-def _sum_up(ends: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """How many paths hold each token, from how many end at each."""
-    mult = ends.tolist()
-    above = parent.tolist()
-    for token in range(len(mult) - 1, -1, -1):
-        if above[token] >= 0:
-            mult[above[token]] += mult[token]
-    return np.array(mult, np.int64)
+    def piece(self, a: int, b: int) -> TreePlan:
+        plan = self.plan
+        first, last = np.searchsorted(self.child, [a, b])
+        child = self.child[first:last]
+        held = np.concatenate([self._ancestors(a), np.arange(a, b)]) if a < b else np.zeros(0, np.int64)
+        limit = np.minimum(self.below[held], b)
+        # Without an edge in its subtree a token is not needed; the rest keeps its order.
+        needed = np.searchsorted(child, limit) > np.searchsorted(child, held)
+        held, limit = held[needed], limit[needed]
+        parents = self.parents[held]
+        parent = np.where(parents >= 0, np.searchsorted(held, parents), -1)
+        edges = {name: getattr(plan, name)[self.order[first:last]] for name in EDGE_FIELDS}
+        edges["edge_src"] = np.searchsorted(held, edges["edge_src"]).astype(np.int32)
+        # Paths that end in the piece: as in the whole, and one where everything that followed was cut off.
+        followed = np.bincount(parent[parent >= 0], minlength=len(held)) > 0
+        ends = np.where(followed, np.where(held >= a, self.ends[held], 0), np.maximum(self.ends[held], 1))
+        sums = np.concatenate([[0], np.cumsum(ends)])
+        mult = sums[np.searchsorted(held, limit)] - sums[:-1]
+        return assemble(plan.ids[held], parent, mult, edges, plan.executions)
+
+    def _ancestors(self, token: int) -> np.ndarray:
+        """int64[n]: root first, without the token itself."""
+        plan, segment = self.plan, int(self.owner[token])
+        runs = [np.arange(plan.seg_start[segment], token)]
+        while (segment := int(plan.seg_parent[segment])) >= 0:
+            runs.append(np.arange(plan.seg_start[segment], plan.seg_end[segment]))
+        return np.concatenate(runs[::-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gyre_backend.select.paths import TrainPath
+from gyre_backend.tree.plan import TreePlan, token_parents
 
 VOCABULARY = 61
 
@@ -30,10 +31,11 @@ def make_path(execution: str, ids: list[int], calls: list[int], *, group: str = 
 def random_paths(
     seed: int, *, executions: int = 2, branches: int = 4, longest: int = 6, vocabulary: int = VOCABULARY
 ) -> tuple[list[TrainPath], dict[str, float]]:
-    """Paths of `executions` random token trees, each token trained at most once, and an advantage per execution.
+    """Paths of `executions` random token trees, each token trained at most once, and an advantage per
+    execution.
 
-    Each execution grows by branching off a random place of a random earlier path, so there are chains, stars, leaves that
-    end inside another path, executions that agree on tokens, and (with some luck) several roots.
+    Each execution grows by branching off a random place of a random earlier path, so there are chains, stars,
+    leaves that end inside another path, executions that agree on tokens, and (with some luck) several roots.
     """
     rng = np.random.default_rng(seed)
     paths: list[TrainPath] = []
@@ -57,3 +59,23 @@ def random_paths(
                     taken.add(tuple(ids[: t + 1]))
             paths.append(make_path(name, ids, calls, leaf=str(call)))
     return paths, advantages
+
+
+def path_to(plan: TreePlan, token: int) -> tuple[int, ...]:
+    """Token ids from the root to a packed token."""
+    parents, chain = token_parents(plan), []
+    while token >= 0:
+        chain.append(int(plan.ids[token]))
+        token = parents[token]
+    return tuple(chain[::-1])
+
+
+def edge_rows(plan: TreePlan) -> dict[tuple[str, int, int], tuple[object, ...]]:
+    """(execution, call, index) -> (context, target, weight, advantage, logprob) of every edge."""
+    return {
+        (plan.executions[e], c, i): (path_to(plan, s), t, w, a, p)
+        for e, c, i, s, t, w, a, p in zip(
+            plan.edge_exec, plan.edge_call, plan.edge_index, plan.edge_src, plan.edge_tgt,
+            plan.edge_w, plan.edge_adv, plan.edge_old_logp,
+        )
+    }  # fmt: skip
