@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,11 @@ def home() -> Path:
     if path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user; set GYRE_SANDBOXES to a folder of yours")
     return path.resolve()
+
+
+def prefix() -> str:
+    """What the names of this home's sandboxes begin with: a sweep of one home never takes another's for leftovers."""
+    return f"box-{os.getuid()}-{hashlib.sha256(str(home()).encode()).hexdigest()[:6]}-"
 
 
 def start_time(pid: int) -> int | None:
@@ -134,9 +140,9 @@ def _sweep_groups(root: Path, swept: Swept) -> None:
     """Control groups of a box whose folder is already gone (killed between the two removals)."""
     alive = {path.name for path in (root / "boxes").glob("*")}
     for parent in set(cgroups.parents().values()):
-        for folder in parent.glob(cgroups.PREFIX + "box-*"):
+        for folder in parent.glob(cgroups.PREFIX + prefix() + "*"):
             name = folder.name.removeprefix(cgroups.PREFIX)
-            if name not in alive and name.startswith(f"box-{os.getuid()}-"):
+            if name not in alive and name.startswith(prefix()):
                 swept.groups.append(str(folder))
                 swept.left += cgroups.remove([str(folder)])
 

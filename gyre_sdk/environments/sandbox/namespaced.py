@@ -38,7 +38,7 @@ class NamespaceSandbox:
     def __init__(self, spec: SandboxSpec, backend: str) -> None:
         self.spec = spec
         self.backend = backend
-        self.name = f"box-{os.getuid()}-{secrets.token_hex(6)}"
+        self.name = journal.prefix() + secrets.token_hex(5)
         self.link: Link | None = None
         self.folder: Path | None = None
         self.relays: list[Relay] = []

@@ -4,7 +4,6 @@ All mounts are made in the box's private mount namespace, so none can outlive it
 before privileges are dropped: a child enters the namespaces, gives up what it must not have, and only then executes or touches files.
 """
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import contextlib

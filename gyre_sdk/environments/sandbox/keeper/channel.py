@@ -1,6 +1,5 @@
 """Messages between runner and keeper: JSON in one packet of a SOCK_SEQPACKET socket, with file descriptors."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import json

@@ -1,6 +1,5 @@
 """What a box's child does: enter the sandbox, drop privileges, then execute a command or move files. Never returns."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os
@@ -178,10 +177,15 @@ def _put(message: dict[str, Any], fd: int) -> None:
     target = message["target"]
     if message.get("fresh"):
         _empty(target)
+    if os.path.islink(target) and not os.path.isdir(target):
+        os.unlink(target)
     os.makedirs(target, exist_ok=True)
     with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file, mode="r|") as archive:
         for member in archive:
             member.uname = member.gname = ""
+            place = os.path.join(target, member.name)
+            if os.path.islink(place) and not member.isdir():
+                os.unlink(place)  # a link planted where the file belongs is replaced, not followed
             archive.extract(member, target, numeric_owner=True, filter="fully_trusted")
 
 

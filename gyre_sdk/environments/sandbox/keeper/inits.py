@@ -1,6 +1,5 @@
 """A sandbox's root (overlay of the lower layers, extra read-only mounts) and the init that holds its namespaces open."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import contextlib

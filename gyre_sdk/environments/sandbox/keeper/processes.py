@@ -1,6 +1,5 @@
 """Finding and ending processes of a sandbox, seen from the host's /proc."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import contextlib
