@@ -130,7 +130,7 @@ class TokenTree:
         towards the root.
         """
         node = last
-        while node is not None and node.owner > call:
+        while node is not None and node.owner >= call:
             node.owner = call
             node = node.parent
 
