@@ -30,16 +30,19 @@ from gyre_sdk.capture.dialects.messages import MessagesDialect
 from gyre_sdk.capture.dialects.responses import ResponsesDialect
 from gyre_sdk.capture.model import ChatRenderer
 from gyre_sdk.capture.recorder import Recorder
+from gyre_sdk.capture.recovery import Recovery
 from gyre_sdk.capture.respond import Client, StreamBrokenError, answer, send_problem
-from gyre_sdk.capture.wal import Flusher, Wal
+from gyre_sdk.capture.wal import Flusher, Wal, read_records
 from gyre_sdk.errors import ConfigError, GyreError, RequestError, SealedError, UnauthorizedError
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.sampling import ModelInfo, TokenClient
-from gyre_sdk.wire.records import Opened, Outcome, Record
+from gyre_sdk.wire.records import Opened, Outcome, Record, Sealed
 
 log = logging.getLogger("gyre.gateway")
 Renderer = ChatRenderer
 _EXECUTION = re.compile(r"[0-9a-f]{12}")
+TOKEN_META = "token_sha256"
+"""Key of `Opened.meta` under which the token's hash is kept, never the token."""
 SEALED_KEPT = 4096
 """How many ended executions are remembered, to answer their late calls with 410 instead of 401."""
 
@@ -56,6 +59,7 @@ class ExecutionHandle:
 
     execution: str
     token: str
+    """The harness's API key; empty for a recovered execution, whose harness has it."""
     base_url: str
     """Without `/v1`; empty while the gateway is not being served."""
     recorder: Recorder
@@ -86,13 +90,14 @@ class Gateway:
         self.config = config or GatewayConfig()
         self.sink = sink
         self.base_url = ""
-        self._flusher = Flusher()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._flusher = Flusher(run_dir / "journal.gyre")
         self._info: ModelInfo | None = None
         self._chat = ChatDialect()
         self._messages = MessagesDialect()
         self._responses = ResponsesDialect()
         self._gemini = GeminiDialect()
-        self._by_token: dict[bytes, tuple[str, Recorder]] = {}
+        self._by_token: dict[bytes, tuple[bytes, Recorder]] = {}
         self._recorders: dict[str, Recorder] = {}
         self._tokens: dict[str, bytes] = {}
         self._ended: dict[bytes, str] = {}
@@ -120,23 +125,60 @@ class Gateway:
             harness=spec.harness,
             model=info.model,
             deadline_s=spec.deadline_s,
-            meta=spec.meta,
+            meta={**spec.meta, TOKEN_META: _token_key(token).hex()},
         )
         await recorder.durable(recorder.write(opened))
-        return self._enter(execution, token, recorder, wal)
+        self._enter(execution, _token_key(token), recorder, wal)
+        return ExecutionHandle(execution, token, self.base_url, recorder)
 
     def _recorder(self, execution: str, wal: Wal, graph: BranchGraph, info: ModelInfo, spec: ExecutionSpec) -> Recorder:
         limits = spec.limits or self.config.limits
         return Recorder(execution, wal, graph, self.renderer, self.client, info, self.config, limits)
 
-    def _enter(self, execution: str, token: str, recorder: Recorder, wal: Wal) -> ExecutionHandle:
-        key = _token_key(token)
-        self._by_token[key] = (token, recorder)
+    async def recover(self) -> list[ExecutionHandle]:
+        """Go on with the executions of an earlier gateway on this run folder that were not sealed.
+
+        Their harnesses keep their tokens; a retry of a call that was running is sampled anew, and a finished reply that
+        was not delivered whole is given to its retry. Raises CorruptRecordError for a damaged log, ConfigError when
+        another process still writes one.
+        """
+        info = await self.model_info()
+        handles: list[ExecutionHandle] = []
+        for path in sorted(self.run_dir.glob("executions/*/wal.gyre")):
+            execution = path.parent.name
+            if not _EXECUTION.fullmatch(execution) or execution in self._recorders:
+                continue
+            handle = await self._recover(execution, path, info)
+            if handle is not None:
+                handles.append(handle)
+        return handles
+
+    async def _recover(self, execution: str, path: Path, info: ModelInfo) -> ExecutionHandle | None:
+        records = await asyncio.to_thread(lambda: list(read_records(path)))
+        if not records or not isinstance(records[0], Opened):
+            return None
+        opened = records[0]
+        key = bytes.fromhex(opened.meta.get(TOKEN_META, ""))
+        if isinstance(records[-1], Sealed):
+            self._outcomes[execution] = records[-1].outcome
+            self._ended[key] = execution
+            return None
+        wal, report = Wal.open(path, self._flusher)
+        if not report.ok:
+            log.warning("execution %s: %s", execution, report)
+        graph = await asyncio.to_thread(BranchGraph.replay, records)
+        recorder = self._recorder(execution, wal, graph, info, ExecutionSpec(execution=execution))
+        interrupted = Recovery(recorder).run(records)
+        recorder.note("recovered", interrupted=len(interrupted), torn_bytes=report.torn_bytes)
+        self._enter(execution, key, recorder, wal)
+        return ExecutionHandle(execution, "", self.base_url, recorder)
+
+    def _enter(self, execution: str, key: bytes, recorder: Recorder, wal: Wal) -> None:
+        self._by_token[key] = (key, recorder)
         self._tokens[execution] = key
         self._recorders[execution] = recorder
         if self.sink is not None:
             self.sink.opened(execution, wal)
-        return ExecutionHandle(execution, token, self.base_url, recorder)
 
     async def seal(self, execution: str, outcome: Outcome) -> None:
         """End an execution: late calls are cancelled, the outcome is attached once. Idempotent for an equal outcome."""
@@ -179,7 +221,9 @@ class Gateway:
     async def aclose(self) -> None:
         """Stop running calls and write what is queued. Executions stay open: another gateway can go on with them."""
         for recorder in self._recorders.values():
-            await recorder.stop()
+            await recorder.close()
+        self._recorders.clear()
+        self._by_token.clear()
         await asyncio.to_thread(self._flusher.close)
 
     # -- HTTP --------------------------------------------------------------------------------------------------
@@ -232,7 +276,7 @@ class Gateway:
             raise UnauthorizedError("no API key: the key is the execution's token", code="invalid_api_key")
         key = _token_key(token)
         entry = self._by_token.get(key)
-        if entry is not None and hmac.compare_digest(entry[0].encode(), token.encode()):
+        if entry is not None and hmac.compare_digest(entry[0], key):
             return entry[1]
         if key in self._ended:
             raise SealedError(f"execution {self._ended[key]} has ended; nothing more is recorded for it", code="sealed")

@@ -39,6 +39,12 @@ class Sampled:
         """float32[size]."""
         return np.concatenate(self.logprobs).astype(np.float32) if self.logprobs else np.empty(0, np.float32)
 
+    def spans(self, version: int) -> tuple[Span, ...]:
+        """Versions of all tokens; those of an unfinished attempt count as `version`."""
+        covered = self.versions[-1].end if self.versions else 0
+        rest = (Span(version, covered, self.size),) if self.size > covered else ()
+        return (*self.versions, *rest)
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -72,6 +78,8 @@ class LiveCall:
         self.abandoned = False
         self.version_hint = -1
         """Policy version last seen, for partial tokens of a stream that broke before it told its version."""
+        self.marks: dict[str, str] = {}
+        self.prompt_key = b""
         self.give_up: asyncio.TimerHandle | None = None
         self._renderer = renderer
         self._news = asyncio.Event()

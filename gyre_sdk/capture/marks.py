@@ -1,59 +1,87 @@
-"""What the wire says about a call's place: headers and metadata of known harnesses, and the SDK's own scopes."""
+"""What the wire says about a call's place: headers and metadata of known harnesses, and the SDK's own scopes.
+
+The names of the marks are those that `gyre_sdk.graph.edges` understands.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 SCOPE_HEADER = "x-gyre-scope"
-"""JSON of a session scope: {"kind": "fork" | "compact" | "retry", "id": ..., "parent": ...}."""
+"""JSON of a session scope: {"id": ..., "parent": ..., "kind": "fork" | "compact" | "retry", "role": ...}."""
 
-_KEPT = {
+_HEADERS = {
     "x-stainless-retry-count": "retry_count",
     "x-claude-code-session-id": "session",
     "x-claude-code-agent-id": "agent",
     "session-id": "session",
     "session_id": "session",
-    "thread-id": "thread",
-    "x-codex-parent-thread-id": "parent_thread",
-    "x-openai-subagent": "subagent_kind",
+    "thread-id": "agent",
+    "x-codex-parent-thread-id": "parent_agent",
+    "x-openai-subagent": "subagent",
     "x-codex-window-id": "window",
-    "x-session-id": "session",
-    "x-parent-session-id": "parent_session",
+    "x-session-id": "agent",
+    "x-parent-session-id": "parent_agent",
 }
+_CODEX = {"parent_thread_id": "parent_agent", "subagent_kind": "subagent", "request_kind": "request_kind"}
 _LONGEST = 256
 
 
 def marks_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Marks in headers, cut to a bounded length. Later knowledge (bodies) is added by the dialects."""
-    marks = {name: headers[header][:_LONGEST] for header, name in _KEPT.items() if header in headers}
-    scope = headers.get(SCOPE_HEADER)
-    if scope:
-        marks.update(_scope(scope))
-    metadata = headers.get("x-codex-turn-metadata")
-    if metadata:
-        marks.update(_codex(metadata))
+    """Marks in headers, cut to a bounded length. What bodies tell is added by the dialects."""
+    marks = {name: headers[header][:_LONGEST] for header, name in _HEADERS.items() if headers.get(header)}
+    if "x-claude-code-agent-id" in headers:
+        # Only subagents of Claude Code have an id of their own.
+        marks["subagent"] = "claude-code"
+    for key, value in _json(headers.get("x-codex-turn-metadata")).items():
+        if key in _CODEX and value:
+            marks[_CODEX[key]] = str(value)[:_LONGEST]
+    for key, value in _json(headers.get(SCOPE_HEADER)).items():
+        if key in ("id", "parent", "kind", "role") and value:
+            marks[f"scope_{key}"] = str(value)[:_LONGEST]
     return marks
 
 
-def _scope(text: str) -> dict[str, str]:
+def _json(text: str | None) -> dict[str, object]:
+    if not text:
+        return {}
     try:
-        scope = json.loads(text)
+        data = json.loads(text)
     except ValueError:
         return {}
-    if not isinstance(scope, dict):
-        return {}
-    return {
-        f"scope_{key}": str(value)[:_LONGEST] for key, value in scope.items() if key in ("kind", "id", "parent", "role")
-    }
+    return data if isinstance(data, dict) else {}
 
 
-def _codex(text: str) -> dict[str, str]:
-    try:
-        metadata = json.loads(text)
-    except ValueError:
-        return {}
-    if not isinstance(metadata, dict):
-        return {}
-    names = {"parent_thread_id": "parent_thread", "subagent_kind": "subagent_kind", "request_kind": "request_kind"}
-    return {name: str(metadata[key])[:_LONGEST] for key, name in names.items() if metadata.get(key)}
+@dataclass(slots=True)
+class Scopes:
+    """Session scopes of one execution: which call a new scope starts from.
+
+    The first call of a `fork` scope is a subagent of the last call in its parent scope; of a `compact` scope, the
+    shortened context of it; of a `retry` scope, another try of it.
+    """
+
+    _last: dict[str, int] = field(default_factory=dict)
+    _agents: dict[str, str] = field(default_factory=dict)
+
+    def declare(self, marks: dict[str, str]) -> None:
+        """Turn scope marks into what the graph understands, in place."""
+        scope = marks.get("scope_id")
+        if scope is None:
+            return
+        kind, parent = marks.get("scope_kind", ""), marks.get("scope_parent", "")
+        if scope not in self._agents:
+            self._agents[scope] = scope if kind == "fork" else self._agents.get(parent, "")
+            source = self._last.get(parent)
+            name = {"fork": "fork_of", "compact": "compact_of", "retry": "retry_of"}.get(kind)
+            if source is not None and name is not None:
+                marks[name] = str(source)
+        if self._agents[scope]:
+            marks.setdefault("agent", self._agents[scope])
+        if "scope_role" in marks:
+            marks.setdefault("role", marks["scope_role"])
+
+    def finished(self, marks: Mapping[str, str], call: int) -> None:
+        """A call in a scope has its reply."""
+        self._last[marks.get("scope_id", "")] = call

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 import numpy as np
 
-from gyre_sdk.capture.contexts import Contexts, Match
+from gyre_sdk.capture.contexts import Contexts, Match, Point
 from gyre_sdk.capture.model import TAIL, ChatRenderer, Ids, ModelRequest, Part
 from gyre_sdk.capture.reading import OFF_LOOP_BYTES, Reader, ReadRequest
 from gyre_sdk.errors import RequestError
@@ -31,6 +31,8 @@ class Prompt:
     rerender_of: int
     new: Sequence[Part]
     """The request's parts behind `kept`."""
+    start: Point
+    """Where the conversation stands before `new`."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,17 @@ class Prompter:
         """Raises RequestError when the conversation can't be rendered, or holds ids outside the vocabulary."""
         if match.same_prompt >= 0:
             ids = self.context_of(match.same_prompt, False)
-            return Prompt(ids, match.same_prompt, len(ids), False, len(read.parts), "", -1, ())
+            return Prompt(
+                ids,
+                match.same_prompt,
+                len(ids),
+                False,
+                len(read.parts),
+                "",
+                -1,
+                (),
+                self.contexts.calls[match.same_prompt].prompt,
+            )
         if match.call < 0:
             return await self._whole(request, read, match.rerender, match.rerender_of)
         known = self.contexts.calls[match.call]
@@ -71,7 +83,17 @@ class Prompter:
             reason = match.rerender or self._own_reason(match.call)
             return await self._whole(request, read, reason, match.call)
         ids = np.concatenate([context, self._checked(delta)])
-        return Prompt(ids, match.call, len(context), True, match.kept, match.rerender, match.rerender_of, new)
+        return Prompt(
+            ids,
+            match.call,
+            len(context),
+            True,
+            match.kept,
+            match.rerender,
+            match.rerender_of,
+            new,
+            known.after or known.prompt,
+        )
 
     def _own_reason(self, call: int) -> str:
         """Why a family refuses to extend although the messages do: it drops reasoning, or its template is unstable."""
@@ -84,7 +106,7 @@ class Prompter:
 
         heavy = sum(len(item.raw) for item in request.items) + len(request.tools_raw) > OFF_LOOP_BYTES
         parts, ids = await anyio.to_thread.run_sync(render) if heavy else render()
-        return Prompt(self._checked(ids), -1, 0, False, 0, reason, of, parts)
+        return Prompt(self._checked(ids), -1, 0, False, 0, reason, of, parts, self.contexts.root(read.tools_digest))
 
     def _named(self, new: Sequence[Part], call: int) -> list[Part]:
         """Tool results with the names of their tools, by id, else by order: some templates print them."""

@@ -31,6 +31,8 @@ class ReadRequest:
     """Index of each item's first part; one more entry for the end."""
     tools: tuple[Tool, ...]
     tools_digest: Digest
+    key: Digest = b""
+    """Stands for the whole prompt."""
 
 
 @dataclass(slots=True)

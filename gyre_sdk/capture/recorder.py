@@ -1,47 +1,35 @@
-"""One execution's calls: resolve, intent, engine, result, delivery. Every change of its graph happens in `Recorder.write`."""
+"""One execution's calls: resolve, intent, engine, result, delivery. Its graph changes in `Recorder.write` alone."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import anyio.to_thread
 import msgspec
 
-from gyre_sdk.capture.canonical import Canon, Digest
+from gyre_sdk.capture.canonical import Canon
 from gyre_sdk.capture.config import GatewayConfig, Limits
 from gyre_sdk.capture.contexts import Contexts, Match
 from gyre_sdk.capture.engine_run import EngineRun, Finished
 from gyre_sdk.capture.live import LiveCall
+from gyre_sdk.capture.marks import Scopes
 from gyre_sdk.capture.model import ChatRenderer, Ids, ModelRequest, ParsedReply, Reply, ToolCall
 from gyre_sdk.capture.prompts import Prompt, Prompter
 from gyre_sdk.capture.reading import Reader, ReadRequest
+from gyre_sdk.capture.stored import RequestStore, StoredRequest, call_facts, reply_facts
+from gyre_sdk.capture.waiting import Waiting
 from gyre_sdk.capture.wal import Wal
 from gyre_sdk.errors import ContextOverflowError, EngineError, GyreError, RequestError, SealedError
 from gyre_sdk.graph import BranchGraph
+from gyre_sdk.graph.edges import Lineage
 from gyre_sdk.graph.folding import check
 from gyre_sdk.sampling import ModelInfo, Sampling, TokenClient
 from gyre_sdk.wire import pack_floats, pack_ids
-from gyre_sdk.wire.records import Delivered, Event, Failed, Intent, Link, Outcome, Record, Result, Sealed
-
-
-class StoredRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`Intent.request`: what was new in a request. Enough to know its messages again after a restart."""
-
-    base: int = -1
-    """Call that the message list begins with ..."""
-    reply: bool = True
-    """... with its reply, or without."""
-    parts: list[dict[str, str] | str] = []
-    """New parts; a string is the hex digest of a part that was stored before."""
-    tools: list[dict[str, object]] | None = None
-    """Tools, when they were not stored before."""
-    tools_digest: str = ""
-    model: str = ""
-    stream: bool = False
+from gyre_sdk.wire.records import Delivered, Event, Failed, Intent, Outcome, Record, Result, Sealed
 
 
 @dataclass(slots=True)
@@ -53,6 +41,7 @@ class Counters:
     failed: int = 0
     replayed: int = 0
     rerenders: dict[str, int] = field(default_factory=dict)
+    """By reason."""
     prompt_tokens: int = 0
     output_tokens: int = 0
 
@@ -77,22 +66,23 @@ class Recorder:
         self.limits = limits
         self.counters = Counters()
         self.live: dict[int, LiveCall] = {}
+        """Calls that run, or whose reply was not delivered whole."""
         self.sealed: Outcome | None = None
         self.limit_reached = ""
         """Which cap ended the execution, for its owner."""
+        self.renderer = renderer
+        self.contexts = Contexts(Canon(config.matcher))
+        self.reader = Reader(self.contexts.canon)
+        self.store = RequestStore()
+        self.lineage = Lineage()
+        self.scopes = Scopes()
+        self.waiting = Waiting(config.orphan_grace_s, self._abandon)
+        self.next_call = 0
         self._wal = wal
-        self._renderer = renderer
         self._client = client
         self._info = info
-        canon = Canon(config.matcher)
-        self.contexts = Contexts(canon)
-        self.reader = Reader(canon)
-        self.prompter = Prompter(renderer, self.contexts, self.reader, self._context_of, self._output_of)
-        self._stored: set[Digest] = set()
-        self._pending: dict[Digest, list[LiveCall]] = {}
-        """Calls whose reply was not delivered whole, by prompt: a repeated request gets them."""
-        self._next = 0
         self._version_hint = info.weight_version
+        self._prompter = Prompter(renderer, self.contexts, self.reader, self._context_of, self._output_of)
 
     # -- the one place where things change ---------------------------------------------------------------------
 
@@ -112,85 +102,81 @@ class Recorder:
     async def start(self, request: ModelRequest) -> LiveCall:
         """Accept a request: returns the call to wait for, which may be an earlier one whose reply never arrived.
 
-        Raises RequestError (also when sealed or over a cap) and ContextOverflowError; then nothing was recorded.
+        The caller counts as one who listens to it, until `detach`. Raises RequestError (also when sealed or over a
+        cap) and ContextOverflowError; then nothing was recorded.
         """
         self._check_open()
-        heavy = self.reader.is_heavy(request)
-        read = await anyio.to_thread.run_sync(self.reader.read, request) if heavy else self.reader.read(request)
-        if not read.parts:
-            raise RequestError("the request holds no messages")
-        conversation = self.contexts.conversation(read.parts, read.tools_digest)
-        waiting = self._waiting_for(conversation.end)
-        if waiting is not None:
-            self.counters.replayed += 1
-            return waiting
+        read, match = await self._read(request)
+        if self.config.replay:
+            known = self.waiting.claim(read.key)
+            if known is not None:
+                self.counters.replayed += 1
+                self.note("replay", call=known.number)
+                return known
         self._check_limits()
-        match = self.contexts.match(conversation, read.call_ids)
-        prompt = await self.prompter.make(request, read, match)
+        prompt = await self._prompter.make(request, read, match)
         self._check_open()
         self._check_length(prompt)
         call = await self._begin(request, read, match, prompt)
-        call.task = asyncio.create_task(self._serve(call, request), name=f"gyre-call-{call.rid}")
+        call.task = asyncio.create_task(self._serve(call), name=f"gyre-call-{call.rid}")
         return call
 
     async def count(self, request: ModelRequest) -> int:
         """Exactly how many prompt tokens the request would have; nothing is recorded."""
         self._check_open()
-        read = await anyio.to_thread.run_sync(self.reader.read, request)
-        conversation = self.contexts.conversation(read.parts, read.tools_digest)
-        match = self.contexts.match(conversation, read.call_ids)
-        return len((await self.prompter.make(request, read, match)).ids)
+        read, match = await self._read(request)
+        return len((await self._prompter.make(request, read, match)).ids)
 
-    def _waiting_for(self, key: Digest) -> LiveCall | None:
-        """An unfinished or undelivered call with this prompt that nobody listens to any more."""
-        if not self.config.replay:
-            return None
-        for call in self._pending.get(key, []):
-            if call.consumers == 0 and not call.delivered and call.error is None:
-                return call
-        return None
+    async def _read(self, request: ModelRequest) -> tuple[ReadRequest, Match]:
+        heavy = self.reader.is_heavy(request)
+        read = await anyio.to_thread.run_sync(self.reader.read, request) if heavy else self.reader.read(request)
+        if not read.parts:
+            raise RequestError("the request holds no messages")
+        conversation = self.contexts.conversation(read.parts, read.tools_digest)
+        read.key = conversation.end
+        return read, self.contexts.match(conversation, read.call_ids)
 
     async def _begin(self, request: ModelRequest, read: ReadRequest, match: Match, prompt: Prompt) -> LiveCall:
         """Write the intent, durably, and know the prompt from now on."""
-        number = self._next
-        self._next += 1
+        number = self.next_call
+        self.next_call += 1
+        at = time.time()
         base_call, base_len = self._base_of(prompt)
         sampling = self._sampling(request, len(prompt.ids), number)
-        first_new = prompt.kept if prompt.base_call >= 0 else 0
+        new_digests = read.parts[len(read.parts) - len(prompt.new) :]
+        marks = self._marks(request, read)
         intent = Intent(
             call=number,
-            at=time.time(),
+            at=at,
             dialect=request.dialect,
             base_call=base_call,
             base_len=base_len,
             delta=pack_ids(prompt.ids[base_len:]),
             sampling=_recorded(sampling),
-            marks=request.marks,
+            marks=marks,
             rerender=prompt.rerender,
             rerender_of=prompt.rerender_of,
-            request=msgspec.json.encode(self._stored_request(request, read, prompt)),
+            request=msgspec.json.encode(self._stored(request, read, prompt, new_digests)),
         )
         seq = self.write(intent)
-        if match.same_prompt >= 0 and self.graph.calls[match.same_prompt].state != "failed":
-            self.write(
-                Link(kind="retries", source=match.same_prompt, target=number, at=intent.at, reason="same prompt")
-            )
-        start = self.contexts.root(read.tools_digest)
-        if prompt.base_call >= 0:
-            base = self.contexts.calls[prompt.base_call]
-            start = (base.after or base.prompt) if prompt.from_reply else base.prompt
-        known = self.contexts.add(number, start, read.tools_digest, read.parts[first_new:])
+        extends = prompt.base_call if prompt.from_reply else -1
+        facts = call_facts(
+            number,
+            at,
+            marks,
+            prompt.new,
+            extends=extends,
+            same_prompt=match.same_prompt,
+            rerender_of=prompt.rerender_of,
+        )
+        for record in self.lineage.begin(facts).records:
+            seq = self.write(record)
+        known = self.contexts.add(number, prompt.start, read.tools_digest, new_digests)
         known.seen_tools = read.tools
-        rid = f"e{self.execution}.c{number:06d}."
-        call = LiveCall(number, rid, prompt.ids, read.tools, self._renderer)
-        call.sampling = sampling
-        call.version_hint = self._version_hint
-        self.live[number] = call
-        self._pending.setdefault(known.prompt.key, []).append(call)
-        self.counters.calls += 1
-        self.counters.prompt_tokens += len(prompt.ids)
-        if prompt.rerender:
-            self.counters.rerenders[prompt.rerender] = self.counters.rerenders.get(prompt.rerender, 0) + 1
+        call = LiveCall(number, f"e{self.execution}.c{number:06d}.", prompt.ids, read.tools, self.renderer)
+        call.created, call.sampling, call.marks = at, sampling, marks
+        call.version_hint, call.prompt_key, call.consumers = self._version_hint, read.key, 1
+        self._enter(call, prompt)
         try:
             await self.durable(seq)
         except GyreError as error:
@@ -198,12 +184,43 @@ class Recorder:
             raise
         return call
 
-    async def _serve(self, call: LiveCall, request: ModelRequest) -> None:
+    def _enter(self, call: LiveCall, prompt: Prompt) -> None:
+        self.live[call.number] = call
+        self.waiting.add(call)
+        self.counters.calls += 1
+        self.counters.prompt_tokens += call.prompt_tokens
+        if prompt.rerender:
+            self.counters.rerenders[prompt.rerender] = self.counters.rerenders.get(prompt.rerender, 0) + 1
+
+    def _marks(self, request: ModelRequest, read: ReadRequest) -> dict[str, str]:
+        """The request's marks, with what only the recorder knows."""
+        marks = {**request.marks, "tools": str(len(read.tools))}
+        if request.model:
+            marks["model"] = request.model[:128]
+        if read.parts and read.parts[0][0] == "s":
+            marks["system"] = read.parts[0][1].hex()
+        self.scopes.declare(marks)
+        return marks
+
+    def _stored(
+        self, request: ModelRequest, read: ReadRequest, prompt: Prompt, digests: Sequence[tuple[str, bytes]]
+    ) -> StoredRequest:
+        parts, tools = self.store.pack(prompt.new, digests, read.tools, read.tools_digest)
+        return StoredRequest(
+            base=prompt.base_call,
+            reply=prompt.from_reply,
+            parts=parts,
+            tools=tools,
+            tools_digest=read.tools_digest.hex(),
+            model=request.model,
+            stream=request.stream,
+        )
+
+    async def _serve(self, call: LiveCall) -> None:
         """Run the engine and commit what it said. Ends with the call done, whatever happens."""
-        run = EngineRun(self._client, self.config)
         try:
-            completion = await run.run(call, self.execution)
-            await self._commit(call, completion, request)
+            completion = await EngineRun(self._client, self.config).run(call, self.execution)
+            await self._commit(call, completion)
         except GyreError as error:
             self._fail(call, error)
         except asyncio.CancelledError:
@@ -224,14 +241,14 @@ class Recorder:
             return SealedError("the execution has ended; this call was cancelled")
         return EngineError("the gateway is stopping")
 
-    async def _commit(self, call: LiveCall, completion: Finished, request: ModelRequest) -> None:
+    async def _commit(self, call: LiveCall, completion: Finished) -> None:
         ids = call.sampled.all_ids()
         if call.sampled.versions:
             self._version_hint = call.sampled.versions[-1].version
         if len(ids) > 4096:
-            parsed = await anyio.to_thread.run_sync(self._renderer.parse, ids, call.tail, call.tools)
+            parsed = await anyio.to_thread.run_sync(self.renderer.parse, ids, call.tail, call.tools)
         else:
-            parsed = self._renderer.parse(ids, call.tail, call.tools)
+            parsed = self.renderer.parse(ids, call.tail, call.tools)
         reply = self._reply(call, parsed, completion)
         seq = self.write(
             Result(
@@ -247,12 +264,17 @@ class Recorder:
                 message=msgspec.json.encode(reply),
             )
         )
-        self.contexts.add_reply(call.number, reply.parts(), truncated=completion.finish == "length")
+        self.learn_reply(call.number, call.marks, reply, truncated=completion.finish == "length")
         await self.durable(seq)
         self.counters.finished += 1
         self.counters.output_tokens += len(ids)
         call.reply = reply
-        call.tell()
+
+    def learn_reply(self, number: int, marks: Mapping[str, str], reply: Reply, *, truncated: bool) -> None:
+        """A reply is committed: later requests can extend it, and come from it."""
+        self.contexts.add_reply(number, reply.parts(), truncated=truncated)
+        self.lineage.reply(number, reply_facts(reply.text, [call.arguments for call in reply.calls]))
+        self.scopes.finished(marks, number)
 
     def _reply(self, call: LiveCall, parsed: ParsedReply, completion: Finished) -> Reply:
         calls = tuple(
@@ -264,14 +286,12 @@ class Recorder:
             )
             for index, said in enumerate(parsed.calls)
         )
-        finish: Literal["stop", "length", "tool_calls"] = (
-            "length" if completion.finish == "length" else "tool_calls" if calls else "stop"
-        )
+        finish: Literal["stop", "length", "tool_calls"] = "tool_calls" if calls else "stop"
         return Reply(
             text=parsed.text,
             reasoning=parsed.reasoning,
             calls=calls,
-            finish=finish,
+            finish="length" if completion.finish == "length" else finish,
             prompt_tokens=call.prompt_tokens,
             cached_tokens=completion.cached_tokens,
             output_tokens=call.sampled.size,
@@ -283,47 +303,35 @@ class Recorder:
         self.counters.failed += 1
         sampled = call.sampled
         try:
-            self.write(
-                Failed(
-                    call=call.number,
-                    at=time.time(),
-                    error=f"{type(error).__name__}: {error}",
-                    ids=pack_ids(sampled.all_ids()),
-                    logprobs=pack_floats(sampled.all_logprobs()),
-                    versions=tuple(sampled.versions),
+            if self.graph.calls[call.number].state == "pending":
+                self.write(
+                    Failed(
+                        call=call.number,
+                        at=time.time(),
+                        error=f"{type(error).__name__}: {error}",
+                        ids=pack_ids(sampled.all_ids()),
+                        logprobs=pack_floats(sampled.all_logprobs()),
+                        versions=sampled.spans(call.version_hint),
+                    )
                 )
-            )
         finally:
             self._drop(call, error)
 
     def _drop(self, call: LiveCall, error: GyreError) -> None:
         call.error = error
-        self._forget(call)
+        self._leave(call)
         self.contexts.forget(call.number)
+        self.lineage.forget(call.number)
         call.tell()
 
-    def _forget(self, call: LiveCall) -> None:
+    def _leave(self, call: LiveCall) -> None:
         self.live.pop(call.number, None)
-        known = self.contexts.calls.get(call.number)
-        if known is None:
-            return
-        waiting = self._pending.get(known.prompt.key, [])
-        if call in waiting:
-            waiting.remove(call)
-        if not waiting:
-            self._pending.pop(known.prompt.key, None)
+        self.waiting.remove(call)
 
     # -- delivery ----------------------------------------------------------------------------------------------
 
-    def attach(self, call: LiveCall) -> None:
-        """A client listens to the call."""
-        call.consumers += 1
-        if call.give_up is not None:
-            call.give_up.cancel()
-            call.give_up = None
-
     def detach(self, call: LiveCall, *, complete: bool) -> None:
-        """The client got everything (`complete`), or is gone."""
+        """A client got everything (`complete`), or is gone."""
         call.consumers -= 1
         if call.delivered or self.sealed is not None or call.error is not None:
             return
@@ -331,15 +339,12 @@ class Recorder:
             call.delivered = True
             self.write(Delivered(call=call.number, at=time.time(), complete=True))
             self.contexts.calls[call.number].delivered = True
-            self._forget(call)
+            self._leave(call)
         elif call.consumers == 0:
-            if call.done:
+            if call.reply is not None:
                 self.write(Delivered(call=call.number, at=time.time(), complete=False))
-            elif self.config.orphan_grace_s <= 0:
-                self._abandon(call)
             else:
-                loop = asyncio.get_running_loop()
-                call.give_up = loop.call_later(self.config.orphan_grace_s, self._abandon, call)
+                self.waiting.left(call)
 
     def _abandon(self, call: LiveCall) -> None:
         """Nobody came back for the call: stop the engine, keep the partial tokens on record."""
@@ -357,40 +362,40 @@ class Recorder:
                 raise RequestError(f"execution {self.execution} is sealed already, with another outcome", status=409)
             return
         self.sealed = outcome
-        tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stop()
         for call in list(self.live.values()):
-            if call.done and not call.delivered:
+            if call.reply is not None and not call.delivered:
                 self.write(Delivered(call=call.number, at=time.time(), complete=False))
-            self._forget(call)
+            self._leave(call)
         seq = self.write(Sealed(at=time.time(), outcome=outcome))
         await self.durable(seq)
         await self._wal.close()
 
     async def stop(self) -> None:
-        """The gateway is stopping: cancel running calls; the execution stays open and can be recovered."""
+        """Cancel running calls. Unless it is sealed, the execution stays open and can be recovered."""
         tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop, write what is queued, and let go of the log without sealing it."""
+        await self.stop()
+        for call in self.live.values():
+            if call.give_up is not None:
+                call.give_up.cancel()
+        await self._wal.close()
 
     def note(self, name: str, **data: str | float | int | bool) -> None:
         """Put something on the execution's timeline."""
         if self.sealed is None:
             self.write(Event(name=name, at=time.time(), data=data))
 
-    def link(self, link: Link) -> None:
-        """Declare or report an edge."""
-        if self.sealed is None:
-            self.write(link)
-
     # -- checks ------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.sealed is not None:
-            raise SealedError(f"execution {self.execution} has ended; nothing more is recorded for it")
+            raise SealedError(f"execution {self.execution} has ended; nothing more is recorded for it", code="sealed")
 
     def _check_limits(self) -> None:
         busy = sum(1 for call in self.live.values() if not call.done)
@@ -398,8 +403,9 @@ class Recorder:
             raise RequestError(f"{busy} calls of this execution are running already", status=429, code="too_many_calls")
         for name, limit, used in self._usage():
             if limit is not None and used >= limit:
+                if not self.limit_reached:
+                    self.note("limit", limit_name=name, used=used, limit=limit)
                 self.limit_reached = name
-                self.note("limit", limit_name=name, used=used, limit=limit)
                 raise RequestError(
                     f"this execution has used its {name} budget ({used} of {limit})", status=403, code="limit_reached"
                 )
@@ -449,28 +455,8 @@ class Recorder:
             temperature=_first(pinned.temperature, asked.temperature, 1.0),
             top_p=_first(pinned.top_p, asked.top_p, 1.0),
             top_k=int(_first(pinned.top_k, asked.top_k, -1)),
-            stop_token_ids=tuple(self._renderer.stop_ids),
+            stop_token_ids=tuple(self.renderer.stop_ids),
             seed=seed,
-        )
-
-    def _stored_request(self, request: ModelRequest, read: ReadRequest, prompt: Prompt) -> StoredRequest:
-        parts: list[dict[str, str] | str] = []
-        for part, (_, digest) in zip(prompt.new, read.parts[len(read.parts) - len(prompt.new) :]):
-            if digest in self._stored and digest:
-                parts.append(digest.hex())
-            else:
-                self._stored.add(digest)
-                parts.append({name: text for name, text in msgspec.structs.asdict(part).items() if text})
-        fresh = read.tools_digest not in self._stored
-        self._stored.add(read.tools_digest)
-        return StoredRequest(
-            base=prompt.base_call,
-            reply=prompt.from_reply,
-            parts=parts,
-            tools=[msgspec.to_builtins(tool) for tool in read.tools] if fresh and read.tools else None,
-            tools_digest=read.tools_digest.hex(),
-            model=request.model,
-            stream=request.stream,
         )
 
 
@@ -481,6 +467,3 @@ def _first(*values: float | None) -> float:
 def _recorded(sampling: Sampling) -> dict[str, bool | float | int | str | list[int | str]]:
     found = msgspec.to_builtins(sampling)
     return {key: value for key, value in found.items() if value is not None}
-
-
-__all__ = ["Counters", "Recorder", "StoredRequest"]

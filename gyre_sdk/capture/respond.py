@@ -105,7 +105,6 @@ async def send_problem(client: Client, dialect: Dialect, problem: Problem) -> No
 
 async def answer(client: Client, dialect: Dialect, request: ModelRequest, recorder: Recorder, call: LiveCall) -> None:
     """Send a call's reply, and record whether all of it was handed over."""
-    recorder.attach(call)
     complete = False
     try:
         ident = Ident(recorder.execution, call.number, int(call.created), call.prompt_tokens)

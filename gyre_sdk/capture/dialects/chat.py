@@ -41,6 +41,7 @@ class _Body(msgspec.Struct):
     stop: str | list[str] | None = None
     n: int | None = None
     functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class _Function(msgspec.Struct):
@@ -128,6 +129,9 @@ class ChatDialect(Dialect):
             refuse("functions", "use tools")
         check_stop(body.stop)
         options = body.stream_options
+        marks = marks_of(incoming.headers)
+        if (body.response_format or {}).get("type") == "json_schema":
+            marks["schema"] = "1"
         return ModelRequest(
             model=body.model,
             items=[Item(bytes(raw), read_message) for raw in body.messages],
@@ -141,7 +145,7 @@ class ChatDialect(Dialect):
             ),
             stream=bool(body.stream),
             dialect=self.name,
-            marks=marks_of(incoming.headers),
+            marks=marks,
             extras={"usage": bool(options and options.include_usage)},
         )
 

@@ -44,6 +44,8 @@ class _Generation(msgspec.Struct, rename="camel"):
     max_output_tokens: int | None = None
     stop_sequences: list[str] | None = None
     candidate_count: int | None = None
+    response_json_schema: Any = None
+    response_schema: Any = None
 
 
 class _Body(msgspec.Struct, rename="camel"):
@@ -199,6 +201,9 @@ class GeminiDialect(Dialect):
         check_stop(generation.stop_sequences)
         if generation.candidate_count not in (None, 1):
             refuse("candidateCount", "only one candidate per request")
+        marks = marks_of(incoming.headers)
+        if generation.response_json_schema is not None or generation.response_schema is not None:
+            marks["schema"] = "1"
         system = bytes(body.system_instruction)
         items = [Item(system, read_system)] if system != b"null" else []
         return ModelRequest(
@@ -214,7 +219,7 @@ class GeminiDialect(Dialect):
             ),
             stream=method == "streamGenerateContent",
             dialect=self.name,
-            marks=marks_of(incoming.headers),
+            marks=marks,
             extras={"sse": incoming.query.get("alt") == "sse"},
         )
 

@@ -46,6 +46,10 @@ _ERRORS = {
 }
 
 
+class _OutputConfig(msgspec.Struct):
+    format: Any = None
+
+
 class _Body(msgspec.Struct):
     messages: list[msgspec.Raw]
     model: str = ""
@@ -57,6 +61,7 @@ class _Body(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
+    output_config: _OutputConfig | None = None
 
 
 class _Block(msgspec.Struct):
@@ -170,7 +175,9 @@ class MessagesDialect(Dialect):
         system = bytes(body.system)
         marks = marks_of(incoming.headers)
         if b"cc_is_subagent=true" in system:
-            marks["subagent_kind"] = marks.get("subagent_kind", "claude-code")
+            marks.setdefault("subagent", "claude-code")
+        if body.output_config is not None and body.output_config.format is not None:
+            marks["schema"] = "1"
         items = [Item(system, read_system)] if system != b"null" else []
         return ModelRequest(
             model=body.model,

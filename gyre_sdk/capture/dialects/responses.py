@@ -19,6 +19,10 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _PROVIDER_ITEMS = frozenset({"web_search_call", "image_generation_call", "file_search_call", "code_interpreter_call"})
 
 
+class _Text(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
 class _Body(msgspec.Struct):
     input: str | list[msgspec.Raw]
     model: str = ""
@@ -32,6 +36,7 @@ class _Body(msgspec.Struct):
     conversation: Any = None
     background: bool | None = None
     include: list[str] | None = None
+    text: _Text | None = None
     client_metadata: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
 
@@ -158,6 +163,8 @@ class ResponsesDialect(Dialect):
         for metadata in (body.client_metadata, body.metadata):
             if metadata and isinstance(metadata.get("request_kind"), str):
                 marks["request_kind"] = metadata["request_kind"][:64]
+        if body.text is not None and (body.text.format or {}).get("type") == "json_schema":
+            marks["schema"] = "1"
         tools = bytes(body.tools)
         return ModelRequest(
             model=body.model,
