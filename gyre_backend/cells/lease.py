@@ -108,14 +108,24 @@ class LeaseBook:
 
     def contributors(self) -> list[str]:
         """Cells that hold done, uncollected micro-steps."""
-        held = {
-            m.lease.cell for m in self._micros.values() if m.done and not m.collected and m.lease is not None
-        }
+        held = {m.lease.cell for m in self._micros.values() if m.done and not m.collected and m.lease is not None}
         return sorted(held)
 
-    def done_by(self, cell: str) -> list[int]:
-        """Numbers of `cell`'s done micro-steps, collected or not."""
-        return [n for n, m in self._micros.items() if m.done and m.lease is not None and m.lease.cell == cell]
+    def uncollected_by(self, cell: str) -> list[int]:
+        """Numbers of `cell`'s done micro-steps that the core does not have yet."""
+        return [
+            number
+            for number, micro in self._micros.items()
+            if micro.done and not micro.collected and micro.lease is not None and micro.lease.cell == cell
+        ]
+
+    def done_numbers(self) -> set[int]:
+        """Micro-steps that are in some cell's gradient."""
+        return {number for number, micro in self._micros.items() if micro.done}
+
+    def open_numbers(self) -> list[int]:
+        """Micro-steps that nobody has, in order."""
+        return sorted(number for number, micro in self._micros.items() if micro.lease is None)
 
     @property
     def open(self) -> int:
@@ -136,6 +146,11 @@ class LeaseBook:
     def complete(self) -> bool:
         """All micro-steps of a closed step are collected: the optimizer may step."""
         return self.closed and all(micro.collected for micro in self._micros.values())
+
+    @property
+    def all_collected(self) -> bool:
+        """Every micro-step so far is with the core."""
+        return all(micro.collected for micro in self._micros.values())
 
     def owners(self) -> Mapping[int, str]:
         """Micro-step -> cell whose gradient counts, for those collected."""

@@ -35,6 +35,8 @@ def engine_model(trainer: Trainer) -> Any:
     for name, _ in list(empty.named_buffers()):
         _assign(empty, name, buffers[name].detach().clone())
     empty.tie_weights()
+    if getattr(source, "generation_config", None) is not None:
+        empty.generation_config = source.generation_config
     return empty.eval()
 
 

@@ -20,10 +20,10 @@ import uvicorn
 
 from gyre_backend.cells.control import CellControl
 from gyre_backend.cells.engine_side import make_engine_side
-from gyre_backend.cells.lifeline import die_with_parent
 from gyre_backend.cells.replica import Replica
 from gyre_backend.cells.spec import CellReady, CellSpec
 from gyre_backend.config import BackendConfig, parse_config
+from gyre_backend.processes import die_with_parent
 from gyre_backend.trainers.base import Trainer, TrainerConfig, create
 from gyre_backend.weights import make_transport
 from gyre_sdk.errors import GyreError
@@ -121,6 +121,7 @@ async def _stop_on_signal(server: uvicorn.Server, scope: anyio.CancelScope) -> N
 
 def main() -> None:
     """Entry point of the cell process: the last line on stderr says why it could not come up."""
+    os.environ.setdefault("GLOG_minloglevel", "1")  # Mooncake's routine messages
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     line = sys.stdin.buffer.readline()
     die_with_parent()

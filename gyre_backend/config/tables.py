@@ -39,6 +39,10 @@ class AlgorithmTable(Table):
     """Roles that are trained, in the order in which their leaves are taken."""
     j_max: int = pydantic.Field(default=5, ge=0)
     """Paths taken per execution; 0 takes all."""
+    equal_rewards: Literal["skip", "keep"] = "skip"
+    """A group whose executions all have the same reward: out of the step, or in it with advantage 0."""
+    placeholders: Literal["count", "drop"] = "drop"
+    """Executions with nothing to grade: reward 0 in the baseline, or out of it like invalid ones."""
     seed: int = 0
     """Seed of the selection's draws."""
     options: dict[str, Any] = {}
@@ -64,8 +68,8 @@ class TrainTable(Table):
     """Which groups a step takes: those ready first, or strictly those dispatched first (slower,
     reproducible).
     """
-    max_group_attempts: int = pydantic.Field(default=2, ge=1)
-    """How often a group without any valid execution is ordered anew before its task is passed over."""
+    max_dropped: int = pydantic.Field(default=100, ge=1)
+    """Groups in a row that end with nothing to train before the run gives up."""
     micro_tokens: int = pydantic.Field(default=8192, ge=1)
     """Most unique tokens of a micro-step; a larger group is split where that is exact."""
     trainer: Literal["hf", "megatron"] = "hf"
@@ -124,6 +128,10 @@ class CellsTable(Table):
     """Seconds a cell may take to answer a control call; after that it counts as hung and is replaced."""
     micro_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds a cell may take for one micro-step, or for the optimizer step."""
+    heartbeat_s: float = pydantic.Field(default=2.0, gt=0)
+    """Seconds between two looks at whether a cell still answers."""
+    hang_s: float = pydantic.Field(default=30.0, gt=0)
+    """Seconds without an answer after which a cell counts as hung and is replaced."""
     max_restarts: int = pydantic.Field(default=100, ge=0)
     """Replacements of dead cells before the run gives up."""
     env: dict[str, str] = {}

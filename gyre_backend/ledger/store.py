@@ -180,9 +180,7 @@ class Ledger:
             row = db.execute("SELECT state FROM steps WHERE step = ?", (step,)).fetchone()
             if row is not None and row[0] == "done":
                 raise LedgerError(f"step {step} is done; no group can be added to it")
-            db.execute(
-                "INSERT OR IGNORE INTO steps VALUES (?, 'open', ?, NULL, NULL, NULL)", (step, time.time())
-            )
+            db.execute("INSERT OR IGNORE INTO steps VALUES (?, 'open', ?, NULL, NULL, NULL)", (step, time.time()))
             self._move(db, names, "ready", "assigned")
             db.executemany("UPDATE groups SET step = ? WHERE id = ?", [(step, name) for name in names])
 
@@ -211,10 +209,7 @@ class Ledger:
         and checkpoint at once.
         """
         with self._transaction() as db:
-            names = [
-                r[0]
-                for r in db.execute("SELECT id FROM groups WHERE step = ? AND state = 'assigned'", (step,))
-            ]
+            names = [r[0] for r in db.execute("SELECT id FROM groups WHERE step = ? AND state = 'assigned'", (step,))]
             if not names:
                 raise LedgerError(f"step {step} has no assigned groups to commit")
             self._move(db, names, "assigned", "trained")
@@ -260,19 +255,38 @@ class Ledger:
 
     def groups(self, *states: str) -> list[GroupRow]:
         """Groups in any of `states` (all when none is given), in order of arrival, then of dispatch."""
+        where = f"WHERE state IN ({', '.join('?' * len(states))})" if states else ""
+        return self._read_groups(where, states)
+
+    def group(self, name: str) -> GroupRow | None:
+        """One group."""
+        return next(iter(self._read_groups("WHERE id = ?", (name,))), None)
+
+    def num_groups(self) -> int:
+        """Groups so far."""
+        with self._lock:
+            return int(self._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0])
+
+    def _read_groups(self, where: str, values: Sequence[str]) -> list[GroupRow]:
         with self._lock:
             rows = self._db.execute(
-                "SELECT id, number, task, version, attempt, state, step FROM groups "
-                "ORDER BY COALESCE(arrived, 1 << 60), number"
+                f"SELECT id, number, task, version, attempt, state, step FROM groups {where} "
+                "ORDER BY COALESCE(arrived, 1 << 60), number",
+                tuple(values),
             ).fetchall()
-            members: dict[str, list[str]] = {}
-            for execution, group in self._db.execute("SELECT id, group_id FROM executions ORDER BY rowid"):
-                members.setdefault(group, []).append(execution)
-        found = [
-            GroupRow(name, number, task, version, attempt, state, step, tuple(members.get(name, ())))
+            members = {
+                row[0]: tuple(
+                    execution
+                    for (execution,) in self._db.execute(
+                        "SELECT id FROM executions WHERE group_id = ? ORDER BY rowid", (row[0],)
+                    )
+                )
+                for row in rows
+            }
+        return [
+            GroupRow(name, number, task, version, attempt, state, step, members[name])
             for name, number, task, version, attempt, state, step in rows
         ]
-        return [group for group in found if not states or group.state in states]
 
     def outcomes(self, group: str) -> dict[str, dict[str, Any] | None]:
         """Execution -> outcome (None while it runs) of one group, in the order of its dispatch."""
@@ -328,9 +342,7 @@ class Ledger:
 
     def _move(self, db: sqlite3.Connection, names: Sequence[str], source: str, target: str) -> None:
         for name in names:
-            done = db.execute(
-                "UPDATE groups SET state = ? WHERE id = ? AND state = ?", (target, name, source)
-            )
+            done = db.execute("UPDATE groups SET state = ? WHERE id = ? AND state = ?", (target, name, source))
             if done.rowcount != 1:
                 row = db.execute("SELECT state FROM groups WHERE id = ?", (name,)).fetchone()
                 state = "unknown" if row is None else row[0]

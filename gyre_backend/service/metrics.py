@@ -1,0 +1,124 @@
+"""What a run reports: one JSON line per optimizer step, events of cells, and Prometheus text of the
+present.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gyre_backend.service.steps import OpenStep
+from gyre_backend.trainers.base import MicroStepResult, StepResult, merge_metrics
+
+
+class Metrics:
+    """Writes `metrics.jsonl` (steps) and `events.jsonl` (moves, losses), line by line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._steps = run_dir / "metrics.jsonl"
+        self._events = run_dir / "events.jsonl"
+        self.last: dict[str, Any] = {}
+        self.counters: dict[str, float] = {}
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """One finished step."""
+        self.last = dict(row)
+        _append(self._steps, row)
+
+    def event(self, name: str, **data: Any) -> None:
+        """Something that happened to cells; counted by name."""
+        self.count(name)
+        _append(self._events, {"at": round(time.time(), 3), "event": name, **data})
+
+    def count(self, name: str, by: float = 1) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def rewind(self, version: int) -> None:
+        """After a restart: drop the lines of steps that no checkpoint holds."""
+        if not self._steps.is_file():
+            return
+        rows = [json.loads(line) for line in self._steps.read_text().splitlines() if line.strip()]
+        kept = [row for row in rows if row["policy_version"] <= version]
+        if len(kept) != len(rows):
+            temporary = self._steps.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            temporary.replace(self._steps)
+        self.last = kept[-1] if kept else {}
+
+    def prometheus(self, gauges: Mapping[str, float]) -> str:
+        """Text format 0.0.4: gauges of the present, the last step's numbers, counters."""
+        lines = []
+        numbers = {k: v for k, v in self.last.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        for kind, values in (("gauge", gauges), ("gauge", _prefixed("last_", numbers)), ("counter", self.counters)):
+            for name, value in sorted(values.items()):
+                full = f"gyre_{name}".replace("/", "_").replace("-", "_").replace(" ", "_")
+                lines += [f"# TYPE {full} {kind}", f"{full} {value:g}"]
+        return "\n".join(lines) + "\n"
+
+
+def step_row(step: OpenStep, result: StepResult, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """The metrics of one step. Losses are means over executions; staleness is in versions, over trained
+    tokens.
+    """
+    groups = list(step.groups.values())
+    results: list[MicroStepResult] = list(step.results.values())
+    rewards = [reward for group in groups for reward in group.rewards]
+    edges = sum(group.edges for group in groups)
+    tokens, flat = sum(g.tokens for g in groups), sum(g.flat_tokens for g in groups)
+    staleness = step.step - sum(g.version_sum for g in groups) / edges if edges else 0.0
+    counters: dict[str, int] = {}
+    for group in groups:
+        for name, value in group.counters.items():
+            counters[name] = counters.get(name, 0) + value
+    return {
+        "step": step.step,
+        "policy_version": result.version,
+        "at": round(time.time(), 3),
+        "loss": sum(r.loss for r in results) / result.num_executions,
+        "reward": sum(rewards) / len(rewards) if rewards else 0.0,
+        "reward_min": min(rewards, default=0.0),
+        "reward_max": max(rewards, default=0.0),
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "groups": len(groups),
+        "executions": result.num_executions,
+        "micro_steps": len(results),
+        "unique_tokens": tokens,
+        "flat_tokens": flat,
+        "sharing": 1.0 - tokens / flat if flat else 0.0,
+        "trained_tokens": edges,
+        "staleness": staleness,
+        "staleness_max": step.step - min((g.oldest_version for g in groups), default=step.step),
+        "leases_lost": step.book.lost,
+        "gradient_bytes": step.gradient_bytes,
+        "cells": _by_cell(step),
+        **{f"{name}_seconds": round(value, 4) for name, value in seconds.items()},
+        **{f"selection/{name}": value for name, value in counters.items()},
+        **merge_metrics(results),
+    }
+
+
+def _by_cell(step: OpenStep) -> dict[str, int]:
+    """Micro-steps that count, by the cell that computed them."""
+    by_cell: dict[str, int] = {}
+    for cell in step.book.owners().values():
+        by_cell[cell] = by_cell.get(cell, 0) + 1
+    return by_cell
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + name: value for name, value in values.items()}
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(dict(row)) + "\n")
+
+
+def total(values: Iterable[float]) -> float:
+    """Sum, for readers of counters."""
+    return float(sum(values))
