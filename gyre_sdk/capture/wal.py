@@ -62,9 +62,9 @@ class Wal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError as error:
-            raise ConfigError(f"{path} exists already: an execution's log is never overwritten") from error
         except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                raise ConfigError(f"{path} exists already: a log is never overwritten") from error
             raise _storage_error(path, error) from error
         _take_lock(path, file)
         wal = cls(path, flusher, file, 0, 0, file_header())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_sdk.errors import CorruptRecordError
-from gyre_sdk.wire.codec import Frame, next_frame
+from gyre_sdk.wire.codec import MARKER, Frame, next_frame
 
 MAGIC = b"GYREWAL\n"
 FILE_VERSION = 1
@@ -170,10 +170,28 @@ def verify(path: Path) -> WalReport:
             frame.record()
             good, frames = frame.end, frames + 1
         good = reader.offset
+        if FILE_HEADER_BYTES <= good < total and _frame_behind(path, good, frames):
+            # A length that was damaged looks like a torn tail, but whole frames follow.
+            damage, where = f"{path}: damaged at byte {good}", good
     except CorruptRecordError as error:
         damage, where = str(error), error.offset
         good = good or (reader.offset if frames == 0 and where else 0)
     return WalReport(path, frames, good, total, damage, where)
+
+
+def _frame_behind(path: Path, start: int, seq: int) -> bool:
+    """Whether a whole frame with a number behind `seq` begins anywhere behind `start`."""
+    data = path.read_bytes()
+    at = data.find(MARKER, start + 1)
+    while at >= 0:
+        try:
+            frame = next_frame(data, at)
+        except CorruptRecordError:
+            frame = None
+        if frame is not None and frame.seq > seq:
+            return True
+        at = data.find(MARKER, at + 1)
+    return False
 
 
 def repair(path: Path, *, cut_damage: bool = False) -> WalReport:
