@@ -21,7 +21,7 @@ class TrainerConfig:
     """Settings of every trainer. What only one of them knows is in `options`."""
 
     trainer: str = "hf"
-    """hf | megatron"""
+    """hf | fsdp | megatron"""
     dtype: str = "float32"
     """of the weights, gradients and optimizer state: float32 | float64 | bfloat16"""
     autocast: str = ""
@@ -135,11 +135,15 @@ def create(config: TrainerConfig, model_dir: Path, algorithm: Algorithm) -> Trai
         from gyre_backend.trainers.hf import HFTrainer
 
         return HFTrainer(model_dir, config, algorithm)
+    if config.trainer == "fsdp":
+        from gyre_backend.trainers.fsdp import FSDPTrainer
+
+        return FSDPTrainer(model_dir, config, algorithm)
     if config.trainer == "megatron":
         from gyre_backend.trainers.megatron import MegatronTrainer
 
         return MegatronTrainer(model_dir, config, algorithm)
-    raise UnsupportedError(f"trainer = {config.trainer!r}: known trainers are hf and megatron")
+    raise UnsupportedError(f"trainer = {config.trainer!r}: known trainers are hf, fsdp and megatron")
 
 
 def merge_metrics(results: Sequence[MicroStepResult]) -> dict[str, float]:

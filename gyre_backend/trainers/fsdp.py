@@ -1,0 +1,81 @@
+"""The FSDP trainer: a transformers model sharded over ranks (FSDP2), each computing its part of a plan.
+
+The same model, losses, names and exactness as the hf trainer; memory of weights, gradients and optimizer
+state is divided by the number of ranks. What drives the ranks is `ranked.RankedTrainer`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gyre_backend.algorithms.batch import Algorithm
+from gyre_backend.errors import UnsupportedError
+from gyre_backend.trainers import hf_model
+from gyre_backend.trainers.base import TrainerConfig
+from gyre_backend.trainers.files import copy_companions, new_folder
+from gyre_backend.trainers.fsdp_replica import Setup
+from gyre_backend.trainers.ranked import DTYPES, RankedTrainer
+from gyre_backend.tree.cost import CostModel
+
+
+class FSDPTrainer(RankedTrainer):
+    """See `gyre_backend.trainers.base.Trainer`. Call `close()` at the end, or use it as a context manager."""
+
+    def __init__(self, model_dir: Path, config: TrainerConfig, algorithm: Algorithm) -> None:
+        """Starts `options.ranks` processes (2 by default) and loads the model into them.
+
+        Raises UnsupportedError for a model or setting that can't be exact.
+        """
+        from transformers import AutoConfig
+
+        ranks = int(config.options.get("ranks", 2))
+        unknown = sorted(set(config.options) - {"ranks"})
+        if unknown or ranks < 1:
+            raise UnsupportedError(
+                f"trainer.options of the fsdp trainer: wanted ranks >= 1, got {dict(config.options)}"
+            )
+        if config.bounded_memory:
+            raise UnsupportedError("bounded_memory: use gradient_checkpointing with the fsdp trainer")
+        if config.ref_model:
+            raise UnsupportedError("ref_model: KL terms against a reference policy need the hf trainer")
+        if config.dtype not in DTYPES:
+            raise UnsupportedError(f"trainer.dtype = {config.dtype!r}: wanted {', '.join(DTYPES)}")
+        hf = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        hf_model.refuse(hf)
+        self._hf = hf
+        skeleton = self._skeleton(config.dtype)
+        super().__init__(
+            model_dir,
+            config,
+            algorithm,
+            replica="gyre_backend.trainers.fsdp_replica:Replica",
+            setup=Setup(str(model_dir), config, algorithm),
+            shapes={name: tuple(p.shape) for name, p in skeleton.named_parameters()},
+            replica_of=tuple(range(ranks)),
+            micro_batches=1,
+            cost=CostModel.of_model(skeleton),
+            layout={"ranks": ranks},
+        )
+
+    def _skeleton(self, dtype: str) -> Any:
+        """The model without memory behind it."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self._hf, dtype=DTYPES[dtype])
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that an engine or transformers can load: bitwise the ranks' weights."""
+        model = self._skeleton(self._config.dtype)
+        tensors = {buffer.name: buffer.tensor for buffer in self.named_weights()}
+        model.load_state_dict(tensors, assign=True, strict=False)
+        model.tie_weights()
+        left = [name for name, p in model.named_parameters() if p.is_meta]
+        if left:
+            raise UnsupportedError(f"{type(model).__name__}: no trained tensor stands for {', '.join(left)}")
+        with new_folder(Path(path)) as folder:
+            model.save_pretrained(folder)
+            copy_companions(self._model_dir, folder)
