@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from gyre_sdk.environments import load_tasks
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.harness.config import SamplingConfig
 from gyre_sdk.harness.pool import Finished, PlannedExecution, Pool, load_or_make_plan, plan_groups
+from gyre_sdk.harness.recording import ModelFreeRecording, Recording
 from gyre_sdk.harness.records import sealed_outcomes
 from gyre_sdk.harness.runner import ExecutionOrder, Runner, RunnerSettings
 
@@ -90,18 +91,12 @@ def run(
     info.write(folder)
 
     async def work() -> list[Finished]:
-        if model_dir is None:
-            return await _execute(folder, found, plan, agent, settings, sampling, jobs, None, "", console)
-        if engine_url is not None:
-            return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, engine_url, console)
-        with console.status("starting the engine"):
-            engine = embedded_engine(model_dir, folder)
-            url = await engine.__aenter__()
-        try:
+        async with AsyncExitStack() as stack:
+            url = engine_url or ""
+            if model_dir is not None and not url:
+                with console.status("starting the engine"):
+                    url = await stack.enter_async_context(embedded_engine(model_dir, folder))
             return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, url, console)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await engine.__aexit__(None, None, None)
 
     finished = anyio.run(work)
     print_report(console, folder, finished)
@@ -131,7 +126,7 @@ async def _execute(
     view = RunView(console, f"{agent.name} on {len(tasks)} tasks", total=len(todo))
     if finished:
         view.note(f"{len(finished)} executions ended earlier and are kept")
-    async with open_gateway(folder, model_dir, engine_url, sampling) as (gateway, port):
+    async with _gateway(folder, model_dir, engine_url, sampling) as (gateway, port):
         runner = Runner(gateway, port, agent, settings, folder, view.report)
         with view.live():
             async for one in Pool(runner, jobs).run_all(todo):
@@ -139,6 +134,18 @@ async def _execute(
     return finished
 
 
-def status_counts(finished: Sequence[Finished]) -> Counter[str]:
-    """How many executions ended in which way."""
-    return Counter(one.outcome.status for one in finished)
+@asynccontextmanager
+async def _gateway(
+    folder: Path, model_dir: Path | None, engine_url: str, sampling: SamplingConfig
+) -> AsyncIterator[tuple[Recording, int]]:
+    """The run's gateway and its port; for an agent that asks no model just the logs."""
+    if model_dir is not None:
+        async with open_gateway(folder, model_dir, engine_url, sampling) as opened:
+            yield opened
+        return
+    recording = ModelFreeRecording(folder)
+    try:
+        yield recording, 0
+    finally:
+        with anyio.CancelScope(shield=True):
+            await recording.aclose()

@@ -42,6 +42,8 @@ class Agent(Protocol):
 
     name: str
     needs_model: bool
+    exit_ok: tuple[int, ...]
+    """Exit codes that mean the harness itself worked."""
 
     def mounts(self) -> Mapping[Path, str]:
         """Folders of this machine that must be visible read-only inside the sandbox, at the given paths."""
@@ -60,6 +62,7 @@ class CliAgent:
     def __init__(self, preset: HarnessPreset, install: Path | None = None) -> None:
         self.preset = preset
         self.name = preset.name
+        self.exit_ok = preset.exit_ok
         self.install = (install or Path(preset.install_dir)).expanduser().resolve()
         self.executable = self._find_executable()
 
@@ -77,9 +80,8 @@ class CliAgent:
         wanted = [self.install]
         config = self.install / "pyvenv.cfg"
         if config.is_file():
-            settings = dict(
-                (part.strip() for part in line.split("=", 1)) for line in config.read_text().splitlines() if "=" in line
-            )
+            lines = (line.partition("=") for line in config.read_text().splitlines())
+            settings = {key.strip(): value.strip() for key, _, value in lines}
             home = Path(settings.get("home", "/usr/bin")).resolve()
             if home.name == "bin" and home.parent != Path("/usr"):
                 wanted.append(home.parent)

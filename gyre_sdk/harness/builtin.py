@@ -18,6 +18,7 @@ class OracleAgent:
 
     name = "oracle"
     needs_model = False
+    exit_ok: tuple[int, ...] = (0,)
 
     def mounts(self) -> Mapping[Path, str]:
         """Nothing."""
@@ -33,6 +34,7 @@ class NopAgent:
 
     name = "nop"
     needs_model = False
+    exit_ok: tuple[int, ...] = (0,)
 
     def mounts(self) -> Mapping[Path, str]:
         """Nothing."""

@@ -17,11 +17,11 @@ class SamplingConfig(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    temperature: float = pydantic.Field(1.0, ge=0.0, le=2.0)
+    temperature: float = pydantic.Field(default=1.0, ge=0.0, le=2.0)
     """Softmax temperature. Training wants 1.0: the trainer recomputes logprobs at this temperature."""
-    top_p: float = pydantic.Field(1.0, gt=0.0, le=1.0)
+    top_p: float = pydantic.Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus; 1.0 keeps the policy's own distribution, which training needs."""
-    max_new_tokens: int = pydantic.Field(1024, ge=1)
+    max_new_tokens: int = pydantic.Field(default=1024, ge=1)
     """Upper bound on one reply, in tokens; a harness may ask for less."""
 
 
@@ -38,13 +38,13 @@ class RunConfig(pydantic.BaseModel):
     """Preset name, path of a preset.toml, `oracle` or `nop`."""
     harness_install: str | None = None
     """Folder of the harness's installation; the preset's default when not given."""
-    group_size: int = pydantic.Field(4, ge=1)
+    group_size: int = pydantic.Field(default=4, ge=1)
     """Executions of one task that share a baseline (G)."""
-    slots: int = pydantic.Field(4, ge=1)
+    slots: int = pydantic.Field(default=4, ge=1)
     """Executions at the same time on this machine."""
     sandbox: str = "auto"
     """auto | bwrap | unshare | podman | docker | process."""
-    deadline_s: float | None = pydantic.Field(None, gt=0)
+    deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """Upper bound in seconds on an agent's time in one execution."""
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from gyre_sdk.environments import grade, make_sandbox
+from gyre_sdk.capture.config import ExecutionSpec
+from gyre_sdk.environments import make_sandbox, run_steps
 from gyre_sdk.errors import HarnessError, SandboxError
 from gyre_sdk.harness.agents import Agent, AgentContext
+from gyre_sdk.harness.recording import OpenExecution, Recording
 from gyre_sdk.wire.records import Outcome, Status
 
 if TYPE_CHECKING:
-    from gyre_sdk.capture.gateway import ExecutionHandle, Gateway
     from gyre_sdk.environments import Sandbox, Task
 
 
@@ -62,19 +63,20 @@ class Runner:
 
     def __init__(
         self,
-        gateway: Gateway,
+        recording: Recording,
         gateway_port: int,
         agent: Agent,
         settings: RunnerSettings,
         run_dir: Path,
         report: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        self.gateway = gateway
+        self.recording = recording
         self.gateway_port = gateway_port
         self.agent = agent
         self.settings = settings
         self.run_dir = run_dir
         self.report = report
+        self._ports: dict[str, int] = {}
 
     def deadline_of(self, task: Task) -> float:
         """Seconds the agent has: the shorter of the task's limit and the run's."""
@@ -83,11 +85,9 @@ class Runner:
 
     async def run(self, order: ExecutionOrder) -> Outcome:
         """Run one execution to its outcome. Only a cancellation (Ctrl-C) escapes, after clean-up and seal."""
-        from gyre_sdk.capture.gateway import ExecutionSpec
-
         deadline_s = self.deadline_of(order.task)
         self._tell(order, "starting")
-        handle = await self.gateway.open(
+        handle = await self.recording.open(
             ExecutionSpec(
                 execution=order.execution,
                 group=order.group,
@@ -102,23 +102,33 @@ class Runner:
             outcome = await self._run_in_sandbox(order, handle, deadline_s)
         finally:
             with anyio.CancelScope(shield=True):
-                await self.gateway.seal(order.execution, outcome)
+                await self.recording.seal(order.execution, outcome)
             self._tell(order, "done", outcome=outcome)
         return outcome
 
-    async def _run_in_sandbox(self, order: ExecutionOrder, handle: ExecutionHandle, deadline_s: float) -> Outcome:
+    async def _run_in_sandbox(self, order: ExecutionOrder, handle: OpenExecution, deadline_s: float) -> Outcome:
+        folder = self._folder(order)
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             sandbox = await self._start_sandbox(order)
         except SandboxError as error:
             return Outcome(status="environment_error", failure="environment", message=str(error))
+        deadline_at = time.monotonic() + deadline_s
+
+        async def run_agent(task: Task) -> tuple[Status, str]:
+            limit = task.agent_timeout_s or deadline_s
+            return await self._run_agent(order, task, handle, sandbox, min(limit, deadline_at - time.monotonic()))
+
         try:
-            try:
-                status, message = await self._run_agent(order, handle, sandbox, deadline_s)
-            except SandboxError as error:
-                return Outcome(status="environment_error", failure="environment", message=str(error))
-            self._tell(order, "grading")
-            return await grade(order.task, sandbox, status=status, message=message, keep=self._folder(order))
+            port = await sandbox.expose(self.gateway_port) if self.agent.needs_model else 0
+            self._ports[order.execution] = port
+            return await run_steps(
+                order.task, sandbox, run_agent, keep=folder, on_grading=lambda: self._tell(order, "grading")
+            )
+        except SandboxError as error:
+            return Outcome(status="environment_error", failure="environment", message=str(error))
         finally:
+            self._ports.pop(order.execution, None)
             with anyio.CancelScope(shield=True):
                 await sandbox.stop()
 
@@ -136,30 +146,28 @@ class Runner:
         raise SandboxError("no attempt to start a sandbox was allowed")
 
     async def _run_agent(
-        self, order: ExecutionOrder, handle: ExecutionHandle, sandbox: Sandbox, deadline_s: float
+        self, order: ExecutionOrder, task: Task, handle: OpenExecution, sandbox: Sandbox, limit_s: float
     ) -> tuple[Status, str]:
         folder = self._folder(order)
-        folder.mkdir(parents=True, exist_ok=True)
-        port = await sandbox.expose(self.gateway_port) if self.agent.needs_model else 0
         context = AgentContext(
-            task=order.task,
-            instruction=order.task.instruction,
-            base_url=f"http://127.0.0.1:{port}",
+            task=task,
+            instruction=task.instruction,
+            base_url=f"http://127.0.0.1:{self._ports[order.execution]}",
             token=handle.token,
             model=self.settings.model,
-            deadline_s=deadline_s,
+            deadline_s=limit_s,
             log=folder / "harness.log",
             keep=folder / "harness",
         )
-        self._tell(order, "running", deadline_at=time.time() + deadline_s)
+        self._tell(order, "running", deadline_at=time.time() + limit_s)
         try:
-            with anyio.fail_after(deadline_s):
+            with anyio.fail_after(max(limit_s, 0.0)):
                 code = await self.agent.run(sandbox, context)
         except TimeoutError:
-            return "timeout", f"killed at its deadline of {deadline_s:g} s"
+            return "timeout", f"killed at its deadline of {limit_s:.0f} s"
         except HarnessError as error:
             return "harness_error", str(error)
-        if code != 0:
+        if code not in self.agent.exit_ok:
             return "harness_error", f"{self.agent.name} ended with exit code {code}; see {context.log.name}"
         return "completed", ""
 
