@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gyre_sdk.graph.roles import ROLES, body_role, summary_role
-from gyre_sdk.graph.texts import SUMMARY_INSTRUCTIONS, haystack, needle
+from gyre_sdk.graph.texts import asks_for_summary, haystack, needle
 from gyre_sdk.wire.records import EdgeKind, Labelled, Link, Role
 
 MIN_PROMPT_CHARS = 12
@@ -222,8 +222,8 @@ class Lineage:
     def _summary(self, facts: CallFacts) -> _Guess | None:
         """A call that asks for a summary of a conversation."""
         marked = facts.marks.get("request_kind") == "compaction"
-        asked = SUMMARY_INSTRUCTIONS.search(facts.last_user[:16384] + " " + facts.last_user[-16384:])
-        system = SUMMARY_INSTRUCTIONS.search(facts.system[:16384])
+        asked = asks_for_summary(facts.last_user[:16384] + " " + facts.last_user[-16384:])
+        system = asks_for_summary(facts.system[:16384])
         if not (marked or asked or system):
             return None
         if facts.extends in self._calls:

@@ -12,25 +12,28 @@ HAYSTACK_CHARS = 2**16
 
 _SPACE = re.compile(r"\s+")
 
-SUMMARY_INSTRUCTIONS = re.compile(
-    "|".join(
-        (
-            r"create a detailed summary of (the|this|our) conversation",  # Claude Code, by hand and automatic
-            r"create a detailed summary of the RECENT portion",
-            r"CONTEXT CHECKPOINT COMPACTION",  # Codex
-            r"create a handoff summary for another LLM",
-            r"<state_snapshot>",  # Gemini CLI, Qwen Code
-            r"summarizes internal chat history into a given structure",
-            r"about to hand off your work to another AI agent",  # Terminus-2: summary,
-            r"picking up work from a previous AI agent",  # questions from a fresh context,
-            r"next agent has a few questions for you",  # and answers
-            r"context-aware state summary",  # OpenHands
-            r"provide a detailed prompt for continuing our conversation",  # opencode
-        )
-    ),
-    re.IGNORECASE,
+SUMMARY_INSTRUCTIONS = (
+    "create a detailed summary of the conversation",  # Claude Code, by hand and automatic
+    "create a detailed summary of this conversation",
+    "create a detailed summary of our conversation",
+    "create a detailed summary of the recent portion",
+    "context checkpoint compaction",  # Codex
+    "create a handoff summary for another llm",
+    "<state_snapshot>",  # Gemini CLI, Qwen Code
+    "summarizes internal chat history into a given structure",
+    "about to hand off your work to another ai agent",  # Terminus-2: summary,
+    "picking up work from a previous ai agent",  # questions from a fresh context,
+    "next agent has a few questions for you",  # and answers
+    "context-aware state summary",  # OpenHands
+    "provide a detailed prompt for continuing our conversation",  # opencode
 )
-"""How known harnesses ask for a summary of the conversation."""
+"""How known harnesses ask for a summary of the conversation, in lower case."""
+
+
+def asks_for_summary(text: str) -> bool:
+    """Whether a known harness asks for a summary in this text. Plain searches: a regex costs 50 times as much here."""
+    lowered = text.lower()
+    return any(words in lowered for words in SUMMARY_INSTRUCTIONS)
 
 
 def squeeze(text: str, limit: int | None = None) -> str:
