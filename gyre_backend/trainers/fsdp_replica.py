@@ -21,7 +21,7 @@ from gyre_backend.errors import TrainingError
 from gyre_backend.select.paths import TrainPath
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.hf_model import enable_checkpointing, head_of, hidden_states, load_model, precision
-from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors
+from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, peak_memory
 from gyre_backend.tree.loss import edge_logprobs
 from gyre_backend.tree.plan import TreePlan, build_plan, plan_from_bytes
 
@@ -225,6 +225,10 @@ class Replica:
                     self._mine(self._shared["grads"].tensors[name]).add_(self._grad(p))
                     p.grad = None
         dist.barrier()
+
+    def peak_memory(self) -> int:
+        """Bytes; see `ranks.peak_memory`."""
+        return peak_memory(self.device)
 
     # --- checkpoints ---
 

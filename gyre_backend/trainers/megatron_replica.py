@@ -23,7 +23,7 @@ from gyre_backend.trainers import cpu_shims, megatron_weights
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.megatron_layout import padded_vocab
 from gyre_backend.trainers.ranked import DTYPES
-from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors
+from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, peak_memory
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
 
 
@@ -285,6 +285,10 @@ class Replica:
             if rank == self.rank:
                 megatron_weights.add_grads(self.held, self._shared["grads"].tensors, tp_rank=self.tp_rank)
             dist.barrier()
+
+    def peak_memory(self) -> int:
+        """Bytes; see `ranks.peak_memory`."""
+        return peak_memory(self.device)
 
     # --- checkpoints ---
 

@@ -28,6 +28,7 @@ OPERATIONS = frozenset(
         "spill",
         "save",
         "load",
+        "peak_memory",
     }
 )
 

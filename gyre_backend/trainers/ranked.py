@@ -142,6 +142,10 @@ class RankedTrainer:
             raise TrainingError("some edges of the plan came back without a log-probability")
         return Edges(logp, entropy)
 
+    def peak_memory(self) -> list[int]:
+        """Bytes by rank, once all have finished what they were given; see `ranks.peak_memory`."""
+        return self._ranks.call("peak_memory")
+
     # --- a step ---
 
     def zero_grad(self) -> None:

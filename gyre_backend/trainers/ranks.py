@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -75,6 +76,19 @@ class Edges:
 
     logp: np.ndarray
     entropy: np.ndarray
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on CUDA the most allocated since the last call, on a CPU the process's largest resident size so far.
+
+    Waits for the device, so that a clock read after it is right.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak = int(torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _numel(shape: Sequence[int]) -> int:
