@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_sdk.environments import rewards
-from gyre_sdk.environments.sandbox.base import PRIVATE, ExecResult, PrivateMount, Sandbox
+from gyre_sdk.environments.sandbox.base import Sandbox
 from gyre_sdk.environments.task import Step, Task
+from gyre_sdk.environments.verify import VerifierFailed, verify
 from gyre_sdk.errors import SandboxError
 from gyre_sdk.wire.records import Outcome, Status
 
-_TESTS, _LOGS = "/tests", "/logs/verifier"
-_OUTPUT = "test-stdout.txt"
 _DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -65,10 +64,6 @@ class VerifierSlots:
 
 SLOTS = VerifierSlots()
 """The slots of this process's verifiers."""
-
-
-class _VerifierFailed(Exception):
-    """One attempt gave no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +108,7 @@ async def grade_step(
 ) -> StepGrade:
     """Grade one step. Raises SandboxError when the sandbox breaks."""
     budget = budget or GradeBudget()
+    timeout_s = (step.verifier.phase.timeout_s or _DEFAULT_TIMEOUT_S) * budget.timeout_factor
     with tempfile.TemporaryDirectory(prefix="gyre-verifier-") as folder:
         kept = (keep / "verifier" if keep is not None else Path(folder) / "verifier") / (
             "" if len(task.steps) == 1 else step.name
@@ -125,12 +121,12 @@ async def grade_step(
             kept.mkdir(parents=True)
             try:
                 async with SLOTS.take():
-                    found, metrics = await _attempt(task, step, sandbox, kept, budget)
-            except _VerifierFailed as error:
+                    done = await verify(task, step, sandbox, kept, timeout_s)
+            except VerifierFailed as error:
                 problems.append(str(error))
                 continue
-            metrics |= {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
-            return StepGrade(step.name, found, metrics)
+            spent = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
+            return StepGrade(step.name, done.rewards, done.metrics | spent)
         metrics = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
         return StepGrade(step.name, None, metrics, f"no reward from the verifier: {problems[-1]}")
 
@@ -148,59 +144,3 @@ def combine(task: Task, grades: list[StepGrade], *, status: Status, message: str
     reward = values[-1] if task.reward_strategy == "final" else sum(values) / len(values)
     culprit = "agent" if status in ("timeout", "harness_error") else None
     return Outcome(status=status, reward=reward, valid=True, failure=culprit, message=message, metrics=metrics)  # type: ignore[arg-type]
-
-
-async def _attempt(
-    task: Task, step: Step, sandbox: Sandbox, kept: Path, budget: GradeBudget
-) -> tuple[dict[str, float], dict[str, float]]:
-    """One run of the verifier. Raises _VerifierFailed or SandboxError."""
-    hidden = sandbox.capabilities.private_mounts
-    services = await sandbox.kill_all(keep_listening=hidden)
-    if hidden:
-        await sandbox.upload(step.verifier.tests, PRIVATE + "tests", fresh=True)
-        await _empty_private(sandbox, "verifier")
-    else:
-        await sandbox.exec(f"rm -rf {_inside(sandbox, _TESTS)} {_inside(sandbox, _LOGS)}", cwd="/", timeout=60)
-        await sandbox.upload(step.verifier.tests, _TESTS, fresh=True)
-        await sandbox.exec(f"mkdir -p {_inside(sandbox, _LOGS)}", cwd="/", timeout=60)
-    result = await _run_tests(step, sandbox, budget, hidden)
-    (kept / _OUTPUT).write_text(result.stdout + result.stderr)
-    await sandbox.download((PRIVATE + "verifier") if hidden else _LOGS, kept, limit_mb=256)
-    if result.timed_out:
-        raise _VerifierFailed(f"it ran into its timeout of {_timeout(step, budget):g} s")
-    try:
-        found = rewards.read_rewards(kept)
-    except rewards.RewardMissing as error:
-        last = (result.stderr or result.stdout).strip().splitlines()[-1:]
-        raise _VerifierFailed(f"{error}{'; it said: ' + last[0][-200:] if last else ''}") from error
-    metrics = rewards.read_ctrf(kept)
-    if services:
-        metrics["services"] = float(len(services))
-    return found, metrics
-
-
-async def _empty_private(sandbox: Sandbox, name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="gyre-empty-") as folder:
-        await sandbox.upload(Path(folder), PRIVATE + name, fresh=True)
-
-
-def _inside(sandbox: Sandbox, path: str) -> str:
-    """The path as a command sees it: without a root of its own, below $GYRE_ROOT."""
-    return path if sandbox.capabilities.rootfs else f'"$GYRE_ROOT"{path}'
-
-
-def _timeout(step: Step, budget: GradeBudget) -> float:
-    return (step.verifier.phase.timeout_s or _DEFAULT_TIMEOUT_S) * budget.timeout_factor
-
-
-async def _run_tests(step: Step, sandbox: Sandbox, budget: GradeBudget, hidden: bool) -> ExecResult:
-    command = f"chmod +x {_inside(sandbox, _TESTS)}/test.sh; bash {_inside(sandbox, _TESTS)}/test.sh"
-    private = [PrivateMount("tests", _TESTS), PrivateMount("verifier", _LOGS)] if hidden else []
-    return await sandbox.exec(
-        command,
-        env=dict(step.verifier.phase.env),
-        timeout=_timeout(step, budget),
-        user=step.verifier.phase.user,
-        private=private,
-        trusted=True,
-    )

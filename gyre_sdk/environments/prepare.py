@@ -147,6 +147,10 @@ class TaskSandbox:
         """See Sandbox.kill_all."""
         return await self.inner.kill_all(keep_listening=keep_listening)
 
+    async def scrub(self) -> list[str]:
+        """See Sandbox.scrub."""
+        return await self.inner.scrub()
+
     async def expose(self, port_outside: int) -> int:
         """See Sandbox.expose."""
         return await self.inner.expose(port_outside)

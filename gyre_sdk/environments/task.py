@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -116,6 +116,20 @@ class Task:
     def instruction(self) -> str:
         """What the agent is asked; of a task with several steps, the first step's."""
         return self.steps[0].instruction
+
+    @property
+    def format(self) -> str:
+        """The layout it was read from: 'harbor' or 'nl2repo'."""
+        return self.kind
+
+    @property
+    def network(self) -> str:
+        """The agent's network policy: off, on or allow-list."""
+        return (self.steps[0].agent.network or self.environment.network).mode
+
+    def only(self, step: Step) -> Task:
+        """The same task with one step of it: what the agent of that step is given."""
+        return replace(self, steps=(step,))
 
     @property
     def workdir(self) -> str:

@@ -19,8 +19,8 @@ Maker = Callable[..., Awaitable[Sandbox]]
 def need(backend: str) -> str:
     """The backend, or a skip that says why it does not work here."""
     found = asyncio.run(choose.probe(backend))
-    if not found.works:
-        pytest.skip(f"sandbox backend {backend}: {found.problem}")
+    if not found.usable:
+        pytest.skip(f"sandbox backend {backend}: {found.detail}")
     return backend
 
 
@@ -34,7 +34,7 @@ def isolating(request: pytest.FixtureRequest) -> str:
 def best() -> str:
     """The backend that `auto` means here."""
     for name in choose.AUTOMATIC:
-        if asyncio.run(choose.probe(name)).works:
+        if asyncio.run(choose.probe(name)).usable:
             return name
     pytest.skip("no isolating sandbox backend works here")
 

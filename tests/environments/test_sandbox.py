@@ -242,7 +242,7 @@ async def test_private_folders_are_seen_by_one_command_alone(isolating: str, sta
     watcher = "while :; do cat /tests/test /proc/[0-9]*/root/tests/test >> /app/stolen 2>/dev/null; sleep 0.01; done"
     await sandbox.exec(f"setsid bash -c '{watcher}' >/dev/null 2>&1 & sleep 0.1")
     await sandbox.upload(tmp_path / "in", PRIVATE + "tests", fresh=True)
-    mounts = [PrivateMount("tests", "/tests"), PrivateMount("out", "/logs/verifier")]
+    mounts = [PrivateMount("/tests", name="tests"), PrivateMount("/logs/verifier", name="out")]
     result = await sandbox.exec(
         "cat /tests/test; echo 1 > /logs/verifier/r; sleep 0.3; cat /tests/test", private=mounts, trusted=True
     )

@@ -9,7 +9,7 @@ from gyre_sdk.environments.sandbox.base import (
     SandboxProcess,
     SandboxSpec,
 )
-from gyre_sdk.environments.sandbox.choose import BACKENDS, Probe, create, probe, probe_all
+from gyre_sdk.environments.sandbox.choose import BACKENDS, Probe, create, probe, probe_backends
 from gyre_sdk.environments.sandbox.journal import Swept, sweep
 
 __all__ = [
@@ -25,6 +25,6 @@ __all__ = [
     "Swept",
     "create",
     "probe",
-    "probe_all",
+    "probe_backends",
     "sweep",
 ]

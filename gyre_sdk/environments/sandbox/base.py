@@ -107,10 +107,12 @@ PRIVATE = "private:"
 
 @dataclass(frozen=True, slots=True)
 class PrivateMount:
-    """The private folder NAME shown at `target`, writable, only to one command and its children. It counts to the disk limit."""
+    """Something shown at `target` only to one command and its children: the private folder called `name`, writable (it counts to the
+    disk limit), or a folder or file of this machine (`source`), read-only."""
 
-    name: str
     target: str
+    name: str = ""
+    source: Path | None = None
 
 
 class Sandbox(Protocol):
@@ -174,6 +176,13 @@ class Sandbox(Protocol):
 
     async def kill_all(self, *, keep_listening: bool = False) -> list[str]:
         """End every process in the sandbox; with `keep_listening` services with a listening socket stay (names returned)."""
+        ...
+
+    async def scrub(self) -> list[str]:
+        """Remove what was planted inside to take over a verifier's interpreter or package installer; tells the paths.
+
+        Nothing where the backend can't tell what was added since the start.
+        """
         ...
 
     async def expose(self, port_outside: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gyre_sdk.environments.sandbox.base import Capabilities, Limits, Sandbox, SandboxSpec
 from gyre_sdk.environments.sandbox.container import engine_problem
+from gyre_sdk.environments.sandbox.journal import Swept, sweep
 from gyre_sdk.environments.sandbox.namespaced import NamespaceSandbox
 from gyre_sdk.environments.sandbox.process import ProcessSandbox
 from gyre_sdk.errors import ConfigError, SandboxError
@@ -27,15 +28,16 @@ AUTOMATIC = ("bwrap", "unshare")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend works here; `problem` says why not and what to do."""
+    """Whether a backend works here; `detail` says what it enforces, or why not and what to do."""
 
-    backend: str
-    works: bool
-    problem: str = ""
+    name: str
+    usable: bool
+    detail: str = ""
     capabilities: Capabilities = field(default_factory=Capabilities)
 
 
 _known: dict[str, Probe] = {}
+_swept: list[Swept] = []
 
 
 async def probe(backend: str) -> Probe:
@@ -47,7 +49,7 @@ async def probe(backend: str) -> Probe:
     return _known[backend]
 
 
-async def probe_all() -> list[Probe]:
+async def probe_backends() -> list[Probe]:
     """Every backend, in order of preference."""
     return [await probe(backend) for backend in BACKENDS]
 
@@ -62,12 +64,25 @@ async def _try(backend: str) -> Probe:
         result = await sandbox.exec("echo works", timeout=20)
         if result.stdout.strip() != "works":
             return Probe(backend, False, f"a command in it failed: {result.stderr.strip()[-200:]}")
-        return Probe(backend, True, capabilities=sandbox.capabilities)
+        return Probe(backend, True, _enforced(sandbox.capabilities), sandbox.capabilities)
     except SandboxError as error:
         return Probe(backend, False, str(error))
     finally:
         with contextlib.suppress(SandboxError):
             await sandbox.stop()
+
+
+def _enforced(able: Capabilities) -> str:
+    """In words, what a backend enforces."""
+    flags = {
+        "network off": able.network_off,
+        "memory": able.memory_limit,
+        "cpu": able.cpu_limit,
+        "pids": able.pids_limit,
+        "disk": able.disk_limit,
+        "kills all": able.kills_all,
+    }
+    return ", ".join(name for name, on in flags.items() if on) or "isolates nothing; only by name"
 
 
 def _obvious_problem(backend: str) -> str:
@@ -85,18 +100,23 @@ def _obvious_problem(backend: str) -> str:
 
 
 async def resolve(backend: str) -> str:
-    """The backend that `auto` means here, or `backend` itself if it works. Raises SandboxError."""
+    """The backend that `auto` means here, or `backend` itself if it works. Raises SandboxError.
+
+    The first call of a process also sweeps what dead runners left.
+    """
+    if not _swept:
+        _swept.append(await asyncio.to_thread(sweep))
     if backend != "auto":
         found = await probe(backend)
-        if not found.works:
-            raise SandboxError(f"sandbox backend {backend} does not work here: {found.problem}")
+        if not found.usable:
+            raise SandboxError(f"sandbox backend {backend} does not work here: {found.detail}")
         return backend
     problems = []
     for name in AUTOMATIC:
         found = await probe(name)
-        if found.works:
+        if found.usable:
             return name
-        problems.append(f"{name}: {found.problem}")
+        problems.append(f"{name}: {found.detail}")
     raise SandboxError(
         f"no sandbox backend works here ({'; '.join(problems)}); `process` isolates nothing and must be named"
     )

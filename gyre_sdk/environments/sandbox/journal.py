@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from gyre_sdk.environments.sandbox.keeper import cgroups
 
 _FILE = "journal.json"
+_YOUNG_S = 60.0
 
 
 def home() -> Path:
@@ -113,9 +115,10 @@ def _sweep_box(folder: Path, swept: Swept) -> None:
     try:
         entry = json.loads((folder / _FILE).read_text())
     except (OSError, ValueError):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+                return  # being made right now
         entry = {"boot": "", "pids": {}, "owner": 0}
-        if folder.exists() and (folder / (_FILE + ".new")).exists():
-            return  # being made right now
     same_boot = entry["boot"] == boot_id()
     owner = str(entry["owner"])
     if same_boot and entry["pids"].get(owner) is not None and start_time(int(owner)) == entry["pids"][owner]:
@@ -138,11 +141,12 @@ def _sweep_box(folder: Path, swept: Swept) -> None:
 
 def _sweep_groups(root: Path, swept: Swept) -> None:
     """Control groups of a box whose folder is already gone (killed between the two removals)."""
-    alive = {path.name for path in (root / "boxes").glob("*")}
     for parent in set(cgroups.parents().values()):
         for folder in parent.glob(cgroups.PREFIX + prefix() + "*"):
             name = folder.name.removeprefix(cgroups.PREFIX)
-            if name not in alive and name.startswith(prefix()):
+            if not (
+                root / "boxes" / name
+            ).exists():  # the folder is made before the group, so this can't be a starting one
                 swept.groups.append(str(folder))
                 swept.left += cgroups.remove([str(folder)])
 

@@ -162,7 +162,7 @@ class NamespaceSandbox:
         self.drains |= {out, err}
         out.on_end = err.on_end = self.drains.discard
         fields = self._command(argv, cwd, env, user)
-        fields["private"] = [(mount.name, mount.target) for mount in private]
+        fields["private"] = [(mount.name, str(mount.source or ""), mount.target) for mount in private]
         fields["capabilities"] = ["sys_nice"] if trusted else []
         request, ended = await self._start_child(fields, out, err)
         timed_out = False
@@ -290,6 +290,20 @@ class NamespaceSandbox:
         answer, _ = await self._live().ask("kill_all", keep_listening=keep_listening)
         kept: list[str] = answer["kept"]
         return kept
+
+    async def scrub(self) -> list[str]:
+        """See Sandbox.scrub."""
+        told = Drain()
+        try:
+            _, ended = await self._live().run("scrub", fds=[told.write_end])
+        finally:
+            told.handed_over()
+        rc = await ended
+        await told.finish()
+        told.close()
+        if rc != 0:
+            raise SandboxError(f"the sandbox could not be scrubbed: {told.text().strip()}")
+        return told.text().splitlines()
 
     async def expose(self, port_outside: int) -> int:
         """See Sandbox.expose. The port's number inside may differ from the one outside."""

@@ -172,6 +172,10 @@ class ProcessSandbox:
         self.processes.clear()
         return []
 
+    async def scrub(self) -> list[str]:
+        """Nothing: what was there before is not known."""
+        return []
+
     async def expose(self, port_outside: int) -> int:
         """The host's loopback is the sandbox's."""
         return port_outside

@@ -31,9 +31,11 @@ class Box:
         self.folder = Path()
         self.groups: list[str] = []
         self.keep_layer: str | None = None
+        self.base = "/"
         self.init: inits.Init | None = None
         self.namespaces: Namespaces | None = None
         self.children: dict[int, int] = {}  # pid -> id of the request
+        self.with_private: set[int] = set()  # pids of commands that were shown private folders
         self.stopping = False
 
     def run(self) -> int:
@@ -92,6 +94,7 @@ class Box:
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
         root = inits.mount_root(self.folder, message)
         self.keep_layer = message.get("keep_layer")
+        self.base = message["base"]
         self.init = inits.start(message["backend"], root, network=message["network"], groups=self.groups)
         self.namespaces = Namespaces.of(self.init.pid, own_network=message["network"] == "own")
         kernel.setns(self.namespaces.pid, kernel.CLONE_NEWPID)
@@ -101,7 +104,12 @@ class Box:
         """exec, put, get or listen in a child; its exit is reported under the same id."""
         if self.namespaces is None or self.init is None or not self.init.alive():
             raise OSError("the sandbox has ended")
-        trees = [(kernel.clone_tree(str(self._private(name))), target) for name, target in message.get("private", ())]
+        trees = [
+            (kernel.clone_tree(source or str(self._private(name))), target, bool(source))
+            for name, source, target in message.get("private", ())
+        ]
+        if message["what"] == "scrub":
+            message = {**message, "upper": str(self.folder / "scratch" / "upper"), "base": self.base}
         for key in ("target", "source"):
             if str(message.get(key, "")).startswith("private:"):
                 message = {**message, key: str(self._private(message[key][8:])), "outside": True}
@@ -112,9 +120,11 @@ class Box:
                 run_child(message, fds, self.namespaces, self.groups, trees, self.connection)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            for tree, _ in trees:
+            for tree, _, _ in trees:
                 os.close(tree)
         self.children[pid] = message["id"]
+        if trees:
+            self.with_private.add(pid)
         self._reply(message["id"], started=pid)
 
     def _private(self, name: str) -> Path:
@@ -169,6 +179,9 @@ class Box:
                 self.init.ended = True
                 self._reply(0, dead=True, status=status)
             request = self.children.pop(pid, None)
+            if pid in self.with_private and self.init is not None:
+                self.with_private.discard(pid)
+                processes.kill_private(self.init.pid)  # before anyone reads what the command wrote there
             if request is not None:
                 self._reply(request, exit=os.waitstatus_to_exitcode(status))
 

@@ -7,12 +7,13 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tarfile
 from dataclasses import dataclass
 from typing import Any
 
-from . import cgroups, channel, kernel, seccomp
+from . import cgroups, channel, kernel, scrub, seccomp
 
 ROOT_CAPABILITIES = tuple(name for name in kernel.CAPABILITIES if name not in ("sys_nice", "net_raw"))
 _FAILED = 126
@@ -53,7 +54,7 @@ def run_child(
     fds: list[int],
     namespaces: Namespaces,
     groups: list[str],
-    trees: list[tuple[int, str]],
+    trees: list[tuple[int, str, bool]],
     connection: socket.socket,
 ) -> None:
     """Do what `message['what']` says. The exit code is the answer; words for people go to the request's stderr."""
@@ -67,6 +68,7 @@ def run_child(
         os.setsid()
         if message["what"] != "listen":
             cgroups.join(groups)
+        planted = scrub.find(message["upper"], message["base"]) if message["what"] == "scrub" else []
         if not message.get("outside"):
             namespaces.enter()
         if trees:
@@ -75,6 +77,9 @@ def run_child(
             _listen(message, connection)
         elif message["what"] == "exec":
             _execute(message, fds)
+        elif message["what"] == "scrub":
+            _drop(message, root=True)
+            os.write(fds[0], "".join(f"{path}\n" for path in planted if _remove_planted(path)).encode())
         elif message["what"] == "put":
             _drop(message, root=True)
             _put(message, fds[0])
@@ -91,13 +96,19 @@ def run_child(
         os._exit(code)
 
 
-def _attach(trees: list[tuple[int, str]]) -> None:
+def _attach(trees: list[tuple[int, str, bool]]) -> None:
     """Mounts that only this command and its children see."""
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
-    for tree, target in trees:
-        _real_folder(target)
-        kernel.attach_tree(tree, target, read_only=False)
+    for tree, target, read_only in trees:
+        if stat.S_ISDIR(os.fstat(tree).st_mode):
+            _real_folder(target)
+        else:
+            _real_folder(os.path.dirname(target))
+            if not os.path.isfile(target) or os.path.islink(target):
+                _empty(target)
+                os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o644))
+        kernel.attach_tree(tree, target, read_only=read_only)
 
 
 def _real_folder(target: str) -> None:
@@ -199,6 +210,18 @@ def _empty(path: str) -> None:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
+
+
+def _remove_planted(path: str) -> bool:
+    """Remove a file or folder through the sandbox's own view; links on the way are not followed (the finder saw none)."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except OSError:
+        return False
+    return True
 
 
 def _get(message: dict[str, Any], fd: int) -> None:

@@ -60,10 +60,21 @@ def _closure(table: dict[int, tuple[int, int]], roots: set[int]) -> set[int]:
     return members
 
 
-def _namespace(pid: int) -> str:
+def _namespace(pid: int, kind: str = "pid") -> str:
     with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
     return ""
+
+
+def kill_private(init: int) -> None:
+    """End every process of the sandbox with a mount namespace of its own: what a command with private mounts left behind."""
+    shared = _namespace(init, "mnt")
+    for _ in range(_ROUNDS):
+        strays = [pid for pid in _inside(init) if _namespace(pid, "mnt") not in ("", shared)]
+        if not strays:
+            return
+        for pid in strays:
+            _signal(pid, signal.SIGKILL)
 
 
 def _inside(init: int) -> set[int]:
