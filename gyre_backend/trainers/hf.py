@@ -23,9 +23,7 @@ class HFTrainer:
     """Implements `gyre_backend.trainers.base.Trainer`. Weights and gradients stay at their addresses for its
     life."""
 
-    def __init__(
-        self, model_dir: Path, config: TrainerConfig, algorithm: Algorithm, *, version: int = 0
-    ) -> None:
+    def __init__(self, model_dir: Path, config: TrainerConfig, algorithm: Algorithm, *, version: int = 0) -> None:
         """Load the model. Raises UnsupportedError for a model or setting that can't be trained exactly."""
         self.config, self.algorithm = config, algorithm
         self._model_dir = Path(model_dir)
@@ -39,9 +37,7 @@ class HFTrainer:
         self._reference = (
             load_model(Path(config.ref_model), **where).requires_grad_(False) if config.ref_model else None
         )
-        self._names = [
-            (name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad
-        ]
+        self._names = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         for name, weight in self._names:
             if not weight.is_contiguous():
                 raise UnsupportedError(f"weight {name} is not contiguous")
@@ -71,6 +67,8 @@ class HFTrainer:
         )
 
     def _accumulate(self, plan: TreePlan) -> tuple[float, dict[str, float]]:
+        if not plan.num_edges:
+            return 0.0, {}
         hidden = hidden_states(self.model, plan)
         logp, entropy = edge_logprobs(hidden, head_of(self.model), plan, chunk=self.config.logits_chunk)
         batch = EdgeBatch.of(
@@ -82,8 +80,7 @@ class HFTrainer:
             raise TrainingError(
                 f"the loss is {loss} in a micro-step of {plan.num_edges} edges, version {self._version}"
             )
-        if plan.num_edges:
-            result.loss.backward()
+        result.loss.backward()
         return loss, dict(result.metrics)
 
     def _reference_logprobs(self, plan: TreePlan) -> torch.Tensor | None:
@@ -116,9 +113,7 @@ class HFTrainer:
         torch._foreach_mul_(grads, 1.0 / num_executions)
         norm = float(torch.nn.utils.get_total_norm(grads))
         if not math.isfinite(norm):
-            raise TrainingError(
-                f"the gradient norm is {norm} at version {self._version}; the step was not taken"
-            )
+            raise TrainingError(f"the gradient norm is {norm} at version {self._version}; the step was not taken")
         if 0.0 < self.config.max_grad_norm < norm:
             torch._foreach_mul_(grads, self.config.max_grad_norm / norm)
         lr = self._learning_rate()
@@ -188,9 +183,7 @@ class HFTrainer:
             for name, weight in self._names:
                 tensors |= {f"{key}.{name}": value for key, value in self._optimizer.state[weight].items()}
         with new_folder(Path(path)) as folder:
-            save_tensors(
-                folder, tensors, {"version": self._version, "steps": self._steps, "dtype": self.config.dtype}
-            )
+            save_tensors(folder, tensors, {"version": self._version, "steps": self._steps, "dtype": self.config.dtype})
 
     def load(self, path: Path) -> None:
         """Continue from `save`'s folder. Raises TrainingError if it belongs to another model or dtype."""
@@ -209,9 +202,7 @@ class HFTrainer:
         if f"{keys[0]}.{self._names[0][0]}" in tensors:
             optimizer = self._adamw()
             for name, weight in self._names:
-                optimizer.state[weight] = {
-                    key: tensors[f"{key}.{name}"].to(_place(key, weight)) for key in keys
-                }
+                optimizer.state[weight] = {key: tensors[f"{key}.{name}"].to(_place(key, weight)) for key in keys}
 
 
 def _place(key: str, weight: torch.Tensor) -> torch.device:

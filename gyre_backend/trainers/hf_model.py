@@ -41,8 +41,9 @@ def load_model(folder: Path, *, dtype: str, device: str, attention: str) -> Any:
     refuse(AutoConfig.from_pretrained(folder, local_files_only=True))
     AttentionInterface.register(ATTENTION, attention_forward)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
+    extra = {"experts_implementation": "eager"} if dtype == "float64" else {}  # grouped kernels know no float64
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
+        folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True, **extra
     )
     linear.install(model)
     _refuse_dropout_modules(model)
@@ -111,6 +112,7 @@ def attention_forward(
             raise UnsupportedError(
                 f"{type(module).__name__} uses the attention modifier {name!r}, which a tree does not support"
             )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary positions widen these two
     out = tree_attention(query, key, value, tree_plan, scale=scaling, backend=tree_backend)
     return out.transpose(1, 2), None
 

@@ -16,7 +16,7 @@ from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.hf import HFTrainer
 from gyre_backend.trainers.hf_model import hidden_states, precision
 from gyre_backend.tree.cost import CostModel
-from gyre_backend.tree.plan import TreePlan, build_plan, flatten_plan, validate
+from gyre_backend.tree.plan import EDGE_FIELDS, TreePlan, build_plan, flatten_plan, validate
 from gyre_backend.tree.split import balance, split_dfs
 from tests.forests import make_path, random_paths
 
@@ -52,6 +52,10 @@ def error(found, wanted) -> float:
     for a, b in zip(found[1], wanted[1]):
         worst = max(worst, float((a - b).norm()) / max(float(b.norm()), 1e-3 * scale, 1e-30))
     return worst
+
+
+def _with_edges(plan: TreePlan, keep: np.ndarray) -> TreePlan:
+    return replace(plan, **{name: getattr(plan, name)[keep] for name in EDGE_FIELDS})
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "qwen3_moe", "granite")
@@ -158,11 +162,12 @@ def test_finite_differences(trainer) -> None:
 def test_every_target_of_a_branch_point_gets_gradient(trainer) -> None:
     paths = [make_path("a", [1, 2, 3 + k], [-1, -1, k], leaf=str(k)) for k in range(4)]
     holder, plan = trainer("gpt2"), build_plan(paths, {"a": 1.0})
-    _, grads = gradient(holder, plan)
-    # With the targets' inputs out of play, rows 3..6 of the tied embedding move only as targets.
-    embedding = grads[0]
-    rest = embedding[7:].norm(dim=1).max()
-    assert (embedding[3:7].norm(dim=1) > 3 * rest).all()
+    assert plan.edge_src.tolist() == [1] * 4
+    whole = gradient(holder, plan)
+    parts = [gradient(holder, _with_edges(plan, np.arange(4) == k)) for k in range(4)]
+    assert all(max(float(g.norm()) for g in grads) > 1e-3 for _, grads in parts)
+    summed = (sum(loss for loss, _ in parts), [sum(column) for column in zip(*(grads for _, grads in parts))])
+    assert error(summed, whole) <= BAR
 
 
 # --- mutations: each must be caught by the comparison with the flattened plan ---
@@ -172,13 +177,11 @@ def _edge_dropped(plan: TreePlan) -> TreePlan:
     keep = np.ones(plan.num_edges, bool)
     branch = np.flatnonzero(np.bincount(plan.edge_src) > 1)[0]
     keep[np.flatnonzero(plan.edge_src == branch)[-1]] = False
-    names = [name for name in TreePlan.__slots__ if name.startswith("edge_")]
-    return replace(plan, **{name: getattr(plan, name)[keep] for name in names})
+    return _with_edges(plan, keep)
 
 
 def _edge_doubled(plan: TreePlan) -> TreePlan:
-    names = [name for name in TreePlan.__slots__ if name.startswith("edge_")]
-    return replace(plan, **{name: np.append(getattr(plan, name), getattr(plan, name)[:1]) for name in names})
+    return replace(plan, **{name: np.append(getattr(plan, name), getattr(plan, name)[:1]) for name in EDGE_FIELDS})
 
 
 MUTATIONS = {
