@@ -11,6 +11,9 @@ megatron-core names CUDA in places where any device would do. Each shim answers 
    `cpu_as_cuda()`, a mode to be held around those calls only.
 5. Pipeline p2p calls `torch.cuda.synchronize()`: gloo has finished already.
 6. Without Transformer Engine the MoE router falls over an undefined name.
+7. Importing it compiles a dozen fused functions, all of which are off here. Loading torch's compiler for them
+   is most of
+   a rank's start: while megatron-core is imported, `torch.compile` returns what it is given.
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ class _NoRngTracker:
         return None
 
 
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    """`torch.compile`, as a decorator with or without arguments, that compiles nothing."""
+    return (lambda given: given) if function is None else function
+
+
 def install() -> None:
     """Put the shims in place, once per process.
 
@@ -54,9 +62,15 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise RuntimeError("the CPU shims of Megatron-core must not be installed where CUDA is available")
-    from megatron.core.tensor_parallel import random as mcore_random
-    from megatron.core.transformer.moe import moe_utils
-
+    compile_, torch.compile = torch.compile, _uncompiled
+    try:
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
+        from megatron.core.tensor_parallel import random as mcore_random
+        from megatron.core.transformer.moe import moe_utils
+    finally:
+        torch.compile = compile_
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **kwargs: None
     mcore_random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()

@@ -81,11 +81,13 @@ class MegatronTrainer(RankedTrainer):
         megatron_layout.refuse(hf, tp=options.tp, pp=options.pp)
         if importlib.util.find_spec("megatron") is None:
             raise MissingExtraError("megatron-core", "megatron")
+        shape = megatron_layout.Shape.of(hf)
         recompute = options.recompute
         if config.gradient_checkpointing and recompute == "none":
             recompute = "full"
         setup = Setup(
             model_dir=str(model_dir),
+            shape=shape,
             tp=options.tp,
             pp=options.pp,
             dp=options.dp,
@@ -94,7 +96,7 @@ class MegatronTrainer(RankedTrainer):
             config=config,
             algorithm=algorithm,
         )
-        shapes = megatron_weights.hf_shapes(hf)
+        shapes = megatron_weights.hf_shapes(shape)
         layout = {"tp": options.tp, "pp": options.pp, "dp": options.dp}
         super().__init__(
             model_dir,
@@ -106,7 +108,7 @@ class MegatronTrainer(RankedTrainer):
             # megatron-core numbers ranks with tensor parallelism fastest, then data, then pipeline
             replica_of=tuple((rank // options.tp) % options.dp for rank in range(options.world)),
             micro_batches=options.micro_batches or options.pp,
-            cost=megatron_layout.cost_model(hf, shapes),
+            cost=megatron_layout.cost_model(shape, shapes),
             layout={**layout, "distributed_optimizer": options.distributed_optimizer},
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,44 @@ from gyre_backend.errors import UnsupportedError
 from gyre_backend.tree.cost import CostModel
 
 MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a Hugging Face config a rank needs, under its names there: ranks then need no transformers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    inv_freq: torch.Tensor
+    """float32[head_dim / 2], rotary frequencies"""
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    norm_topk_prob: bool = True
+
+    @classmethod
+    def of(cls, hf: Any) -> Shape:
+        """Raises UnsupportedError for rotary embeddings that the Megatron model doesn't compute."""
+        held = {field.name: getattr(hf, field.name) for field in fields(cls) if hasattr(hf, field.name)}
+        held |= {"head_dim": head_width(hf), "inv_freq": rotary_frequencies(hf)}
+        held |= {"mlp_only_layers": tuple(getattr(hf, "mlp_only_layers", None) or ())}
+        return cls(**held)
+
+    def sparse(self, layer: int) -> bool:
+        """True if the layer's feed-forward is experts."""
+        turn = (layer + 1) % self.decoder_sparse_step == 0
+        return self.model_type == "qwen3_moe" and layer not in self.mlp_only_layers and turn
 
 
 def refuse(hf: Any, *, tp: int, pp: int) -> None:
@@ -76,12 +115,12 @@ def head_width(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def padded_vocab(hf: Any, tp: int) -> int:
+def padded_vocab(hf: Shape, tp: int) -> int:
     """Vocabulary rows including padding: the smallest multiple of `tp`."""
     return -(-int(hf.vocab_size) // tp) * tp
 
 
-def cost_model(hf: Any, shapes: Mapping[str, tuple[int, ...]]) -> CostModel:
+def cost_model(hf: Shape, shapes: Mapping[str, tuple[int, ...]]) -> CostModel:
     """What a token costs, from the tensors' shapes. Of the experts, a token's own share counts."""
     active = hf.num_experts_per_tok / hf.num_experts if hf.model_type == "qwen3_moe" else 1.0
     linear = sum(

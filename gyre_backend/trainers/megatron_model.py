@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from gyre_backend.errors import UnsupportedError
-from gyre_backend.trainers.megatron_layout import head_width, padded_vocab, refuse, rotary_frequencies
+from gyre_backend.trainers.megatron_layout import Shape, padded_vocab
 from gyre_backend.trainers.megatron_loss import vocab_parallel_logprobs
 from gyre_backend.tree.attend import tree_attention
 from gyre_backend.tree.plan import TreePlan
@@ -146,15 +146,12 @@ class TreeGPTModel(GPTModel):
         )
 
 
-def _experts(hf: Any, device: str) -> dict[str, Any]:
-    step = int(hf.decoder_sparse_step)
-    dense = set(hf.mlp_only_layers or ())
-    pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
+def _experts(hf: Shape, device: str) -> dict[str, Any]:
     return {
         "num_moe_experts": hf.num_experts,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_layer_freq": pattern,
+        "moe_layer_freq": [int(hf.sparse(i)) for i in range(hf.num_hidden_layers)],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_expert_capacity_factor": None,
@@ -166,9 +163,9 @@ def _experts(hf: Any, device: str) -> dict[str, Any]:
 
 
 def transformer_config(
-    hf: Any, *, tp: int, pp: int, dtype: torch.dtype, recompute: str, device: str
+    hf: Shape, *, tp: int, pp: int, dtype: torch.dtype, recompute: str, device: str
 ) -> TransformerConfig:
-    """The TransformerConfig of a Hugging Face config. Fusions stay off."""
+    """megatron-core's config of the model. Fusions stay off."""
     granularity: dict[str, Any] = {}
     if recompute == "selective":
         granularity = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -185,7 +182,7 @@ def transformer_config(
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_width(hf),
+        kv_channels=hf.head_dim,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -219,12 +216,11 @@ def transformer_config(
 
 
 def build_model(
-    hf: Any, *, dtype: torch.dtype, recompute: str = "none", device: str = "cpu"
+    hf: Shape, *, dtype: torch.dtype, recompute: str = "none", device: str = "cpu"
 ) -> tuple[TreeGPTModel, TransformerConfig]:
     """This rank's part of the model, with uninitialised weights. `parallel_state` must be initialised."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
-    refuse(hf, tp=tp, pp=pp)
     config = transformer_config(hf, tp=tp, pp=pp, dtype=dtype, recompute=recompute, device=device)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer in spec.layer_specs:
@@ -242,6 +238,6 @@ def build_model(
         share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
     )
     model.real_vocab_size = int(hf.vocab_size)
-    model.rotary_pos_emb = TreeRotary(rotary_frequencies(hf))
+    model.rotary_pos_emb = TreeRotary(hf.inv_freq)
     model.train()
     return model.to(device=device, dtype=dtype), config

@@ -21,7 +21,7 @@ from gyre_backend.algorithms.batch import Algorithm, EdgeBatch
 from gyre_backend.errors import TrainingError
 from gyre_backend.trainers import cpu_shims, megatron_weights
 from gyre_backend.trainers.base import TrainerConfig
-from gyre_backend.trainers.megatron_layout import padded_vocab
+from gyre_backend.trainers.megatron_layout import Shape, padded_vocab
 from gyre_backend.trainers.ranked import DTYPES
 from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, peak_memory
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
@@ -32,6 +32,7 @@ class Setup:
     """Everything a rank is built from."""
 
     model_dir: str
+    shape: Shape
     tp: int
     pp: int
     dp: int
@@ -107,12 +108,11 @@ class Replica:
     def _build(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from transformers import AutoConfig
 
         from gyre_backend.trainers.megatron_model import build_model
 
         setup = self.setup
-        hf = AutoConfig.from_pretrained(setup.model_dir)
+        hf = setup.shape
         with cpu_shims.cpu_as_cuda():
             self.model, config = build_model(
                 hf, dtype=self.dtype, recompute=setup.recompute, device=setup.config.device

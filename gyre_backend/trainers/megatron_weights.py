@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gyre_backend.errors import TrainingError
-from gyre_backend.trainers.megatron_layout import head_width
+from gyre_backend.trainers.megatron_layout import Shape
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,12 +65,12 @@ class Geometry:
     tp: int
 
     @classmethod
-    def of(cls, hf: Any, *, tp_rank: int, tp: int, padded_vocab: int) -> Geometry:
+    def of(cls, hf: Shape, *, tp_rank: int, tp: int, padded_vocab: int) -> Geometry:
         groups = int(hf.num_key_value_heads)
         return cls(
             groups=groups,
             queries=int(hf.num_attention_heads) // groups,
-            head=head_width(hf),
+            head=hf.head_dim,
             hidden=int(hf.hidden_size),
             vocab=int(hf.vocab_size),
             padded_vocab=padded_vocab,
@@ -84,15 +84,14 @@ class Geometry:
         return slice(self.tp_rank * each, (self.tp_rank + 1) * each)
 
 
-def hf_shapes(hf: Any) -> dict[str, tuple[int, ...]]:
+def hf_shapes(hf: Shape) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor of the checkpoint, in the order of transformers' `named_parameters`.
 
     A tied `lm_head.weight` is left out, as transformers does. Experts are one tensor each, as checkpoints
     store them.
     """
-    head, hidden, ffn = head_width(hf), int(hf.hidden_size), int(hf.intermediate_size)
+    head, hidden, ffn = hf.head_dim, int(hf.hidden_size), int(hf.intermediate_size)
     wide, narrow = int(hf.num_attention_heads) * head, int(hf.num_key_value_heads) * head
-    moe = hf.model_type == "qwen3_moe"
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (int(hf.vocab_size), hidden)}
     for i in range(hf.num_hidden_layers):
         at = f"model.layers.{i}"
@@ -104,7 +103,7 @@ def hf_shapes(hf: Any) -> dict[str, tuple[int, ...]]:
         if hf.model_type in ("qwen3", "qwen3_moe"):
             shapes[f"{at}.self_attn.q_norm.weight"] = (head,)
             shapes[f"{at}.self_attn.k_norm.weight"] = (head,)
-        sparse = moe and i not in set(hf.mlp_only_layers or ()) and (i + 1) % int(hf.decoder_sparse_step) == 0
+        sparse = hf.sparse(i)
         if sparse:
             shapes[f"{at}.mlp.gate.weight"] = (int(hf.num_experts), hidden)
         width = int(hf.moe_intermediate_size) if sparse else ffn

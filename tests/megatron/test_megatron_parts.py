@@ -20,7 +20,7 @@ class FakeRank:
     """Parameters named and shaped as a tensor-parallel rank of a one-stage Megatron model holds them."""
 
     def __init__(self, hf, tp: int) -> None:
-        head = megatron_layout.head_width(hf)
+        head = hf.head_dim
         rows = megatron_layout.padded_vocab(hf, tp) // tp
         qkv = (hf.num_attention_heads + 2 * hf.num_key_value_heads) * head // tp
         shapes = {"embedding.word_embeddings.weight": (rows, hf.hidden_size)}
@@ -52,7 +52,7 @@ class FakeRank:
 @pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_weights_go_to_the_ranks_and_back_bitwise(kind: str, tp: int) -> None:
-    hf = config_of(kind)
+    hf = megatron_layout.Shape.of(config_of(kind))
     shapes = megatron_weights.hf_shapes(hf)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     back = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
@@ -75,7 +75,7 @@ def test_names_and_shapes_are_transformers_own(kind: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
     wanted = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    assert list(megatron_weights.hf_shapes(hf).items()) == wanted
+    assert list(megatron_weights.hf_shapes(megatron_layout.Shape.of(hf)).items()) == wanted
 
 
 def test_expert_names_are_the_checkpoints(tmp_path) -> None:
@@ -83,11 +83,11 @@ def test_expert_names_are_the_checkpoints(tmp_path) -> None:
 
     save_model(tmp_path, "qwen3_moe")
     found = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
-    assert megatron_weights.hf_shapes(config_of("qwen3_moe")) == found
+    assert megatron_weights.hf_shapes(megatron_layout.Shape.of(config_of("qwen3_moe"))) == found
 
 
 def test_unknown_parameter_is_named() -> None:
-    hf = config_of("llama")
+    hf = megatron_layout.Shape.of(config_of("llama"))
     fake = FakeRank(hf, 1)
     fake.parameters["decoder.layers.0.mystery.weight"] = torch.nn.Parameter(torch.ones(1))
     geometry = megatron_weights.Geometry.of(hf, tp_rank=0, tp=1, padded_vocab=61)
