@@ -31,8 +31,6 @@ def make(name: str, **options: Any) -> Algorithm:
     known = [option.name for option in fields(kind)]
     for option in options:
         if option not in known:
-            raise UnsupportedError(
-                f"algorithm.{option}: {name} has no such setting; it has {', '.join(known)}"
-            )
+            raise UnsupportedError(f"algorithm.{option}: {name} has no such setting; it has {', '.join(known)}")
     algorithm: Algorithm = kind(**options)
     return algorithm

@@ -6,7 +6,7 @@ Legend: E edges of the micro-step, X executions in it, S sampled replies (execut
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +33,9 @@ class EdgeBatch:
     """int64[E], in [0, S)"""
     staleness: torch.Tensor
     """[E] version trained at - version sampled with, >= 0"""
+    in_queue: torch.Tensor | None = None
+    """[E] the part of the staleness after the execution's last token was sampled; the rest arose while it
+    ran"""
     entropy: torch.Tensor | None = None
     """[E] of the trainer's distribution at the source, without gradient"""
     ref_logp: torch.Tensor | None = None
@@ -53,6 +56,8 @@ class EdgeBatch:
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.tensor(array, dtype=logp.dtype, device=logp.device)
 
+        latest = np.full(len(plan.executions), -1, np.int64)
+        np.maximum.at(latest, plan.edge_exec, plan.edge_version)
         keys = np.stack([plan.edge_exec, plan.edge_call])
         reply = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
         return cls(
@@ -63,9 +68,19 @@ class EdgeBatch:
             execution=torch.tensor(plan.edge_exec, dtype=torch.int64, device=logp.device),
             reply=torch.tensor(reply, dtype=torch.int64, device=logp.device),
             staleness=tensor(np.maximum(version - plan.edge_version, 0)),
+            in_queue=tensor(np.maximum(version - latest[plan.edge_exec], 0)),
             entropy=entropy,
             ref_logp=ref_logp,
         )
+
+    def part(self, index: torch.Tensor, logp: torch.Tensor) -> EdgeBatch:
+        """The edges at `index: int64[e]`, with a logprob of their own."""
+
+        def pick(column: torch.Tensor | None) -> torch.Tensor | None:
+            return None if column is None else column[index]
+
+        columns = {field.name: pick(getattr(self, field.name)) for field in fields(self)}
+        return replace(self, **(columns | {"logp": logp}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

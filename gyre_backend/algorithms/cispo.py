@@ -25,6 +25,4 @@ class CISPO(OffPolicy):
     def __call__(self, batch: EdgeBatch) -> EdgeLoss:
         ratio = log_ratio(batch, self).detach().exp()
         bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return EdgeLoss(
-            total(-bounded * batch.adv * batch.logp, batch, self), metrics(batch, bounded != ratio, self)
-        )
+        return EdgeLoss(total(-bounded * batch.adv * batch.logp, batch, self), metrics(batch, bounded != ratio, self))

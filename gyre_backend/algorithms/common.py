@@ -44,9 +44,7 @@ class OffPolicy:
         if self.proximal not in ("sampler", "step"):
             raise UnsupportedError(f"algorithm.proximal = {self.proximal!r}: wanted sampler or step")
         if self.importance not in ("none", "truncate", "mask"):
-            raise UnsupportedError(
-                f"algorithm.importance = {self.importance!r}: wanted none, truncate or mask"
-            )
+            raise UnsupportedError(f"algorithm.importance = {self.importance!r}: wanted none, truncate or mask")
         if not 0 <= self.importance_floor <= self.importance_cap:
             raise UnsupportedError("algorithm.importance_floor must be in [0, importance_cap]")
 
@@ -111,6 +109,9 @@ def metrics(batch: EdgeBatch, clipped: torch.Tensor, settings: OffPolicy) -> dic
             "staleness_max": batch.staleness.max(),
             "positive_share": (batch.adv > 0).double().mean(),
         }
+        if batch.in_queue is not None:
+            found["staleness_in_queue"] = batch.in_queue.mean()
+            found["staleness_pre_queue"] = (batch.staleness - batch.in_queue).mean()
         if batch.entropy is not None:
             found["entropy"] = batch.entropy.mean()
         if batch.ref_logp is not None:

@@ -28,9 +28,7 @@ class GRPO(OffPolicy):
 
     def __call__(self, batch: EdgeBatch) -> EdgeLoss:
         ratio = log_ratio(batch, self).exp()
-        edge_loss, clipped = clipped_surrogate(
-            ratio, batch.adv, self.clip_low, self.clip_high, self.dual_clip
-        )
+        edge_loss, clipped = clipped_surrogate(ratio, batch.adv, self.clip_low, self.clip_high, self.dual_clip)
         return EdgeLoss(total(edge_loss, batch, self), metrics(batch, clipped, self))
 
 

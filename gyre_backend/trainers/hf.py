@@ -5,16 +5,27 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gyre_backend.algorithms.batch import Algorithm, EdgeBatch
 from gyre_backend.errors import TrainingError, UnsupportedError
 from gyre_backend.trainers.base import MicroStepResult, NamedBuffer, StepResult, TrainerConfig
 from gyre_backend.trainers.files import copy_companions, load_tensors, new_folder, save_tensors
-from gyre_backend.trainers.hf_model import DTYPES, enable_checkpointing, head_of, hidden_states, load_model, precision
+from gyre_backend.trainers.hf_model import (
+    DTYPES,
+    enable_checkpointing,
+    head_of,
+    hidden_states,
+    load_model,
+    precision,
+    segment_forward,
+)
+from gyre_backend.tree.dfs import dfs_step
 from gyre_backend.tree.loss import edge_logprobs
 from gyre_backend.tree.plan import TreePlan
 
@@ -32,6 +43,8 @@ class HFTrainer:
         _refuse_settings(config)
         where = {"dtype": config.dtype, "device": config.device, "attention": config.attention}
         self.model = load_model(self._model_dir, **where)
+        if config.bounded_memory and self.model.gyre_recurrent_layers:
+            raise UnsupportedError("trainer.bounded_memory: not for a model with recurrent layers")
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
         self._reference = (
@@ -69,19 +82,46 @@ class HFTrainer:
     def _accumulate(self, plan: TreePlan) -> tuple[float, dict[str, float]]:
         if not plan.num_edges:
             return 0.0, {}
+        if self.config.bounded_memory:
+            return self._accumulate_by_segment(plan)
         hidden = hidden_states(self.model, plan)
         logp, entropy = edge_logprobs(hidden, head_of(self.model), plan, chunk=self.config.logits_chunk)
         batch = EdgeBatch.of(
             plan, logp, version=self._version, entropy=entropy, ref_logp=self._reference_logprobs(plan)
         )
         result = self.algorithm(batch)
-        loss = float(result.loss.detach())
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} in a micro-step of {plan.num_edges} edges, version {self._version}"
-            )
+        loss = self._finite(result.loss, plan)
         result.loss.backward()
         return loss, dict(result.metrics)
+
+    def _finite(self, loss: torch.Tensor, plan: TreePlan) -> float:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            where = f"a micro-step of {plan.num_edges} edges, version {self._version}"
+            raise TrainingError(f"the loss is {value} in {where}")
+        return value
+
+    def _accumulate_by_segment(self, plan: TreePlan) -> tuple[float, dict[str, float]]:
+        """The same in the memory of one path. A loss with a ratio per reply takes a pass for the ratios
+        first."""
+        parts = (segment_forward(self.model), head_of(self.model), plan)
+        blank = torch.zeros(plan.num_edges, dtype=next(self.model.parameters()).dtype, device=self.config.device)
+        whole = EdgeBatch.of(plan, blank, version=self._version, ref_logp=self._reference_logprobs(plan))
+        chunk, slope = self.config.logits_chunk, None
+        if self.algorithm.whole_replies:
+            logp, _ = dfs_step(*parts, _no_loss, chunk=chunk, train=False)
+            logp.requires_grad_()
+            slope = torch.autograd.grad(self.algorithm(replace(whole, logp=logp)).loss, logp)[0]
+
+        def loss_of(edges: np.ndarray, logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            index = torch.from_numpy(edges).to(logp.device)
+            if slope is not None:
+                return (slope[index] * logp).sum()
+            return self.algorithm(whole.part(index, logp)).loss
+
+        logp, entropy = dfs_step(*parts, loss_of, chunk=chunk)
+        result = self.algorithm(replace(whole, logp=logp, entropy=entropy))
+        return self._finite(result.loss, plan), dict(result.metrics)
 
     def _reference_logprobs(self, plan: TreePlan) -> torch.Tensor | None:
         if self._reference is None:
@@ -203,6 +243,10 @@ class HFTrainer:
             optimizer = self._adamw()
             for name, weight in self._names:
                 optimizer.state[weight] = {key: tensors[f"{key}.{name}"].to(_place(key, weight)) for key in keys}
+
+
+def _no_loss(edges: np.ndarray, logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    return logp.sum() * 0.0
 
 
 def _place(key: str, weight: torch.Tensor) -> torch.device:

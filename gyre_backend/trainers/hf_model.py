@@ -21,6 +21,7 @@ from gyre_backend.errors import UnsupportedError
 from gyre_backend.select.paths import TrainPath
 from gyre_backend.tree import linear
 from gyre_backend.tree.attend import tree_attention
+from gyre_backend.tree.dfs import KVStack, SegmentForward
 from gyre_backend.tree.loss import Head
 from gyre_backend.tree.plan import TreePlan, build_plan, edge_child, flatten_plan
 
@@ -45,7 +46,7 @@ def load_model(folder: Path, *, dtype: str, device: str, attention: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True, **extra
     )
-    linear.install(model)
+    model.gyre_recurrent_layers = linear.install(model)
     _refuse_dropout_modules(model)
     model.to(device).train()
     model.config.use_cache = False
@@ -100,11 +101,10 @@ def attention_forward(
     dropout: float = 0.0,
     tree_plan: TreePlan | None = None,
     tree_backend: str = "auto",
+    tree_stack: KVStack | None = None,
     **modifiers: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function. q: [1, Hq, U, D]; k, v: [1, Hkv, U, D] -> [1, U, Hq, D]."""
-    if tree_plan is None:
-        raise UnsupportedError(f"{type(module).__name__} does not hand its caller's arguments on to attention")
     if dropout > 0.0:
         raise UnsupportedError(f"attention dropout = {dropout}: set it to 0 in config.json")
     for name in ("softcap", "s_aux", "sliding_window", "head_mask", "position_bias"):
@@ -113,6 +113,11 @@ def attention_forward(
                 f"{type(module).__name__} uses the attention modifier {name!r}, which a tree does not support"
             )
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary positions widen these two
+    if tree_stack is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return tree_stack.attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    if tree_plan is None:
+        raise UnsupportedError(f"{type(module).__name__} does not hand its caller's arguments on to attention")
     out = tree_attention(query, key, value, tree_plan, scale=scaling, backend=tree_backend)
     return out.transpose(1, 2), None
 
@@ -131,6 +136,23 @@ def hidden_states(model: Any, plan: TreePlan) -> torch.Tensor:
         tree_backend=model.gyre_attention,
     )
     return out.last_hidden_state[0]
+
+
+def segment_forward(model: Any) -> SegmentForward:
+    """The forward pass of one segment over what its ancestors left on a stack."""
+
+    def forward(ids: np.ndarray, positions: np.ndarray, stack: KVStack) -> torch.Tensor:
+        device = next(model.parameters()).device
+        out = model.base_model(
+            input_ids=torch.from_numpy(ids.astype(np.int64)).to(device)[None],
+            position_ids=torch.from_numpy(positions.astype(np.int64)).to(device)[None],
+            attention_mask=None,
+            use_cache=False,
+            tree_stack=stack,
+        )
+        return out.last_hidden_state[0]
+
+    return forward
 
 
 def head_of(model: Any) -> Head:

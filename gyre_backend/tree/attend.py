@@ -120,9 +120,7 @@ class _RectAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for qa, qb, ka, kb, causal in rects:
-            piece, piece_lse = kernel(
-                q[:, :, qa:qb], k[:, :, ka:kb], v[:, :, ka:kb], 0.0, causal, scale=scale
-            )
+            piece, piece_lse = kernel(q[:, :, qa:qb], k[:, :, ka:kb], v[:, :, ka:kb], 0.0, causal, scale=scale)
             if causal:
                 out[:, :, qa:qb], lse[:, :, qa:qb] = piece, piece_lse
                 continue
@@ -202,6 +200,18 @@ def _rect_error() -> float:
     return max((a - b).detach().abs().max().item() for a, b in pairs)
 
 
+def attend_after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last n of m tokens: q: [1, Hq, n, D]; k, v: [1, Hkv, m, D], m >= n -> [1, Hq,
+    n, D]."""
+    own, seen = q.shape[2], k.shape[2]
+    if q.device.type == "cpu" and rect_works():
+        before = seen - own
+        rects = [(0, own, before, seen, True), (0, own, 0, before, False)]
+        return _RectAttention.apply(q, k, v, tuple(rects[: 2 if before else 1]), scale)
+    mask = torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
+    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
 # --- rows and dense ---
 
 
@@ -217,9 +227,7 @@ def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, sca
         own, seen = segment.end - segment.start, keys.shape[2]
         mask = torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
         query = q[:, :, segment.start : segment.end]
-        pieces.append(
-            scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
-        )
+        pieces.append(scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped))
     return torch.cat(pieces, 2)
 
 

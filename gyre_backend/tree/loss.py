@@ -22,24 +22,34 @@ def edge_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each edge's target, and the entropy at its source (without gradient): [E], [E].
 
-    `hidden: [U, d]`, the last hidden states in packed order. At most `chunk` rows of logits are held at once:
-    with more edges than that, each chunk's logits are computed again in the backward pass. A source with k
-    edges gives one row. Results are float32, or float64 if the logits are.
+    `hidden: [U, d]`, the last hidden states in packed order. See `logprobs_at`.
     """
-    chunks = [slice(start, start + chunk) for start in range(0, plan.num_edges, chunk)]
-    if not chunks:
+    return logprobs_at(hidden, plan.edge_src, plan.edge_tgt, head, chunk=chunk)
+
+
+def logprobs_at(
+    hidden: torch.Tensor, rows: np.ndarray, targets: np.ndarray, head: Head, *, chunk: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for edges given as rows of `hidden` and target ids: int[E], int[E].
+
+    At most `chunk` rows of logits are held at once: with more edges than that, each chunk's logits are
+    computed again in the backward pass. A row with k targets is projected once. Results are float32, or
+    float64 if the logits are.
+    """
+    parts = [slice(start, start + chunk) for start in range(0, len(rows), chunk)]
+    if not parts:
         nothing = (hidden.sum() * 0.0).expand(0)
         return nothing, nothing.detach()
     logps, entropies = [], []
-    for part in chunks:
-        sources, row = np.unique(plan.edge_src[part], return_inverse=True)
-        rows = hidden[torch.from_numpy(sources.astype(np.int64)).to(hidden.device)]
+    for part in parts:
+        sources, row = np.unique(rows[part], return_inverse=True)
+        picked = hidden[torch.from_numpy(sources.astype(np.int64)).to(hidden.device)]
         row_E = torch.from_numpy(row.reshape(-1)).to(hidden.device)
-        target_E = torch.from_numpy(plan.edge_tgt[part].astype(np.int64)).to(hidden.device)
-        if len(chunks) > 1 and torch.is_grad_enabled():
-            pair = checkpoint(_logprobs, rows, row_E, target_E, head, use_reentrant=False)
+        target_E = torch.from_numpy(targets[part].astype(np.int64)).to(hidden.device)
+        if len(parts) > 1 and torch.is_grad_enabled():
+            pair = checkpoint(_logprobs, picked, row_E, target_E, head, use_reentrant=False)
         else:
-            pair = _logprobs(rows, row_E, target_E, head)
+            pair = _logprobs(picked, row_E, target_E, head)
         logps.append(pair[0])
         entropies.append(pair[1])
     return torch.cat(logps), torch.cat(entropies)

@@ -134,14 +134,19 @@ def build_plan(
     credit: Credit | None = None,
     weighting: str = "execution",
     merge: bool = True,
+    max_shared: Sequence[int] | None = None,
 ) -> TreePlan:
     """The prefix forest of `paths`. T_e counts every trained token of an execution in `paths`: pass all of an
     execution's paths at once.
 
     Tokens after a path's last trained one can't matter (attention is causal) and are left out. `merge=False`
-    gives the flat layout: every path computed on its own. Raises PlanError for a path that trains its first
-    token (nothing predicts it), for a token trained twice and for an execution without an advantage.
+    gives the flat layout: every path computed on its own;
+    `max_shared` caps, per path, how many of its first tokens may be shared. Raises PlanError for a path that
+    trains its first token (nothing predicts it), for a token trained twice and for an execution without an
+    advantage.
     """
+    caps = [len(path.call) for path in paths] if max_shared is None else list(max_shared)
+    caps = [cap if merge else 0 for cap, path in zip(caps, paths, strict=True) if path.trained]
     paths = [path for path in paths if path.trained]
     executions = tuple(dict.fromkeys(path.execution for path in paths))
     for path in paths:
@@ -152,7 +157,7 @@ def build_plan(
                 f"execution {path.execution}: the first token of a path can't be trained, nothing predicts it"
             )
     lengths = [int(np.flatnonzero(path.call >= 0)[-1]) + 1 for path in paths]
-    trie = _Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], merge=merge)
+    trie = _Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], caps)
     edges = _edges_of(paths, trie, executions, advantages, credit, weighting)
     return assemble(trie.ids, trie.parent, trie.mult, edges, executions)
 
@@ -338,7 +343,7 @@ class _Trie:
     """per path, in the caller's order: packed index of each of its tokens"""
 
     @classmethod
-    def of(cls, token_ids: Sequence[np.ndarray], *, merge: bool) -> _Trie:
+    def of(cls, token_ids: Sequence[np.ndarray], caps: Sequence[int]) -> _Trie:
         """Sort the paths; each adds what it does not share with its predecessor in that order."""
         # Big-endian bytes of non-negative ids sort like the ids.
         order = sorted(range(len(token_ids)), key=lambda i: token_ids[i].astype(">u4").tobytes())
@@ -350,7 +355,7 @@ class _Trie:
         total = 0
         for i in order:
             now = token_ids[i]
-            shared = _common_prefix(last_ids, now) if merge else 0
+            shared = min(_common_prefix(last_ids, now), caps[i])
             new = np.arange(total, total + len(now) - shared)
             packed[i] = np.concatenate([last[:shared], new])
             ids.append(now[shared:])

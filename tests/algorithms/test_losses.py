@@ -204,6 +204,16 @@ def test_batch_of_a_plan() -> None:
     assert EdgeBatch.of(plan, torch.zeros(3), version=0).staleness.min() == 0
 
 
+def test_staleness_in_queue_is_counted_from_the_executions_latest_version() -> None:
+    path = make_path("a", [1, 2, 4], [-1, 0, 0])  # versions: 2 and 1
+    plan = build_plan([path], {"a": 1.0})
+    assert sorted(plan.edge_version.tolist()) == [1, 2]
+    found = make("grpo")(EdgeBatch.of(plan, torch.zeros(2, dtype=torch.float64), version=5)).metrics
+    assert found["staleness_in_queue"] == 3.0
+    assert found["staleness_pre_queue"] == 0.5
+    assert found["staleness_mean"] == 3.5
+
+
 def test_unknown_names_and_options_are_named() -> None:
     with pytest.raises(UnsupportedError, match="'ppo'"):
         make("ppo")

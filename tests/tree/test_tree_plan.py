@@ -125,6 +125,16 @@ def test_credit_sets_the_advantage_of_each_token() -> None:
     assert build_plan([path], {"a": 2.0}, credit=by_role({"main": 0.1})).edge_adv.tolist() == pytest.approx([0.2] * 3)
 
 
+@given(seeds, st.integers(0, 5))
+def test_sharing_can_be_capped(seed: int, cap: int) -> None:
+    paths, advantages = random_paths(seed)
+    whole = build_plan(paths, advantages)
+    capped = build_plan(paths, advantages, max_shared=[cap] * len(paths))
+    assert edge_rows(capped) == edge_rows(whole)
+    assert whole.num_tokens <= capped.num_tokens <= whole.flat_tokens
+    assert (capped.pos[capped.mult > 1] < cap).all()
+
+
 def test_merge_puts_forests_side_by_side() -> None:
     plans = [build_plan([make_path(name, [1, 2, 3], [-1, 0, 0])], {name: 1.0}) for name in "ab"]
     merged = merge_plans(plans)
