@@ -14,16 +14,21 @@ from gyre_sdk.capture.model import Part, Tool
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request's messages as digests. `keys[i]` stands for the tools and the first i parts; `keys[0]` for the tools alone."""
+    """A request's messages as digests."""
 
-    keys: tuple[Digest, ...]
-    parts: tuple[Digest, ...]
-    kinds: str
-    """One letter per part: s(ystem) u(ser) r(easoning) t(ext) c(all) o(utput of a tool)."""
+    keys: Sequence[Digest]
+    """`keys[i]` stands for the tools and the first i parts; `keys[0]` for the tools alone."""
+    parts: Sequence[tuple[str, Digest]]
+    """(kind, digest); the kind is one of s(ystem) u(ser) r(easoning) t(ext) c(all) o(utput of a tool)."""
 
     @property
     def end(self) -> Digest:
+        """Stands for all of it."""
         return self.keys[-1]
+
+    def said(self, at: int) -> bool:
+        """Whether part `at` is the assistant's."""
+        return 0 <= at < len(self.parts) and self.parts[at][0] in "rtc"
 
 
 KIND_LETTER = {"system": "s", "user": "u", "reasoning": "r", "text": "t", "call": "c", "result": "o"}
@@ -88,28 +93,22 @@ class Contexts:
     _rest: dict[Digest, int] = field(default_factory=dict)
     _by_call_id: dict[str, int] = field(default_factory=dict)
 
-    def conversation(self, parts: Sequence[tuple[str, Digest]], tools: Digest) -> Conversation:
-        """parts: (kind letter, digest) in order."""
-        keys = [digest(ROOT + tools)]
-        for _, part in parts:
-            keys.append(chain(keys[-1], part))
-        return Conversation(tuple(keys), tuple(part for _, part in parts), "".join(kind for kind, _ in parts))
-
     def match(self, conversation: Conversation, call_ids: Sequence[str] = ()) -> Match:
         """Find the longest known context. `call_ids`: ids in the request, to tell replies of equal meaning apart."""
-        keys, kinds = conversation.keys, conversation.kinds
+        keys = conversation.keys
         same = self._prompts.get(conversation.end)
         same_prompt = same[-1] if same else -1
-        wanted = {self._by_call_id[id_] for id_ in call_ids if id_ in self._by_call_id}
+        wanted = {self._by_call_id[id_] for id_ in call_ids[-64:] if id_ in self._by_call_id}
+        last = True
         for kept in range(len(keys) - 1, 0, -1):
-            if kinds[kept - 1] not in "rtc" or (kept < len(kinds) and kinds[kept] in "rtc"):
+            if not conversation.said(kept - 1) or conversation.said(kept):
                 continue
             found = self._after_reply.get(keys[kept])
             if found:
                 call = self._choose(found, wanted)
-                last = kept == _last_assistant(kinds)
                 reason, of = ("", -1) if last else self._why(conversation, start=kept)
                 return Match(call, kept, same_prompt, reason, of)
+            last = False
         if same_prompt >= 0:
             return Match(same_prompt=same_prompt)
         reason, of = self._why(conversation, start=0)
@@ -127,27 +126,26 @@ class Contexts:
 
     def _why(self, conversation: Conversation, start: int) -> tuple[str, int]:
         """Reason and call of the first place, from part `start`, where the request leaves what was sampled."""
-        keys, kinds = conversation.keys, conversation.kinds
-        for at in range(start, len(kinds)):
-            if kinds[at] not in "rtc" or (at > 0 and kinds[at - 1] in "rtc"):
+        keys, parts = conversation.keys, conversation.parts
+        for at in range(start, len(parts)):
+            if not conversation.said(at) or conversation.said(at - 1):
                 continue
             calls = self._prompts.get(keys[at])
             if not calls:
                 continue
             end = at
-            while end < len(kinds) and kinds[end] in "rtc":
+            while conversation.said(end):
                 end += 1
-            turn = (kinds[at:end], conversation.parts[at:end])
             if keys[end] not in self._after_reply:
-                return _difference(self.calls[calls[-1]], *turn), calls[-1]
-        if start == 0 and any(kind in "rtc" for kind in kinds):
+                return _difference(self.calls[calls[-1]], parts[at:end]), calls[-1]
+        if start == 0 and any(kind in "rtc" for kind, _ in parts):
             return self._why_from_rest(conversation)
         return "", -1
 
     def _why_from_rest(self, conversation: Conversation) -> tuple[str, int]:
         """No prompt is known: another system prompt or other tools in front of a known conversation?"""
         rest = ROOT
-        for kind, part in zip(conversation.kinds, conversation.parts):
+        for kind, part in conversation.parts:
             if kind == "s":
                 continue
             if kind in "rtc" and rest in self._rest:
@@ -213,18 +211,14 @@ class Contexts:
         return self._prompts.get(key, [])
 
 
-def _last_assistant(kinds: str) -> int:
-    """Number of parts up to the end of the last assistant turn."""
-    return max(kinds.rfind("r"), kinds.rfind("t"), kinds.rfind("c")) + 1
-
-
-def _difference(known: KnownCall, kinds: str, parts: tuple[Digest, ...]) -> str:
+def _difference(known: KnownCall, turn: Sequence[tuple[str, Digest]]) -> str:
     """How a turn in a request differs from the reply that was given there."""
     reply = list(zip(known.reply_kinds, known.reply_parts))
-    sent = [(kind, part) for kind, part in zip(kinds, parts) if part != SKIP]
+    sent = [pair for pair in turn if pair[1] != SKIP]
     if [pair for pair in reply if pair[0] != "r"] == [pair for pair in sent if pair[0] != "r"]:
         return "reasoning_dropped"
-    same_texts = [p for p in reply if p[0] == "t"] == [p for p in sent if p[0] == "t"]
-    if same_texts and known.reply_kinds.count("c") == kinds.count("c") > 0:
+    same_texts = [pair for pair in reply if pair[0] == "t"] == [pair for pair in sent if pair[0] == "t"]
+    calls = sum(kind == "c" for kind, _ in turn)
+    if same_texts and known.reply_kinds.count("c") == calls > 0:
         return "tool_args_rewritten"
     return "message_edited"

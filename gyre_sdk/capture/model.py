@@ -174,6 +174,16 @@ TAIL = 1024
 """How many of a prompt's last ids a renderer gets to see when it extends a context or reads a reply."""
 
 
+def to_ids(ids: Sequence[int]) -> Ids:
+    """int32 array of ids; a long list is converted piece by piece, so that other threads get their turn."""
+    if len(ids) < 100_000:
+        return np.asarray(ids, dtype=np.int32)
+    array = np.empty(len(ids), np.int32)
+    for at in range(0, len(ids), 50_000):
+        array[at : at + 50_000] = ids[at : at + 50_000]
+    return array
+
+
 def join_messages(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Parts as OpenAI-style messages, the form that chat templates and `renderers` take."""
     messages: list[dict[str, Any]] = []

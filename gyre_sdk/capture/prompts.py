@@ -9,7 +9,7 @@ import anyio.to_thread
 import numpy as np
 
 from gyre_sdk.capture.contexts import Contexts, Match, Point
-from gyre_sdk.capture.model import TAIL, ChatRenderer, Ids, ModelRequest, Part
+from gyre_sdk.capture.model import TAIL, ChatRenderer, Ids, ModelRequest, Part, to_ids
 from gyre_sdk.capture.reading import OFF_LOOP_BYTES, Reader, ReadRequest
 from gyre_sdk.errors import RequestError
 
@@ -75,14 +75,15 @@ class Prompter:
         named = self._named(new, match.call)
         tail = context[max(0, len(context) - len(output) - TAIL) : len(context) - len(output)]
 
-        def bridge() -> list[int] | None:
-            return self.renderer.bridge(tail, output, named, read.tools)
+        def bridge() -> Ids | None:
+            delta = self.renderer.bridge(tail, output, named, read.tools)
+            return None if delta is None else self._checked(delta)
 
         delta = await anyio.to_thread.run_sync(bridge) if heavy else bridge()
         if delta is None:
             reason = match.rerender or self._own_reason(match.call)
             return await self._whole(request, read, reason, match.call)
-        ids = np.concatenate([context, self._checked(delta)])
+        ids = np.concatenate([context, delta])
         return Prompt(
             ids,
             match.call,
@@ -100,13 +101,13 @@ class Prompter:
         return "reasoning_dropped" if "r" in self.contexts.calls[call].reply_kinds else "template_unstable"
 
     async def _whole(self, request: ModelRequest, read: ReadRequest, reason: str, of: int) -> Prompt:
-        def render() -> tuple[list[Part], list[int]]:
+        def render() -> tuple[list[Part], Ids]:
             parts = self.reader.parts_from(request, read, 0)
-            return parts, self.renderer.render(self._restored(parts), read.tools)
+            return parts, self._checked(self.renderer.render(self._restored(parts), read.tools))
 
         heavy = sum(len(item.raw) for item in request.items) + len(request.tools_raw) > OFF_LOOP_BYTES
         parts, ids = await anyio.to_thread.run_sync(render) if heavy else render()
-        return Prompt(self._checked(ids), -1, 0, False, 0, reason, of, parts, self.contexts.root(read.tools_digest))
+        return Prompt(ids, -1, 0, False, 0, reason, of, parts, self.contexts.root(read.tools_digest))
 
     def _named(self, new: Sequence[Part], call: int) -> list[Part]:
         """Tool results with the names of their tools, by id, else by order: some templates print them."""
@@ -155,7 +156,7 @@ class Prompter:
         return sampled if same else None
 
     def _checked(self, ids: Sequence[int]) -> Ids:
-        array = np.asarray(ids, dtype=np.int32)
+        array = to_ids(ids)
         if len(array) and (int(array.min()) < 0 or int(array.max()) >= self.renderer.vocab_size):
             bad = int(array.max()) if int(array.max()) >= self.renderer.vocab_size else int(array.min())
             raise RequestError(

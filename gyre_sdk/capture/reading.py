@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
-from gyre_sdk.capture.canonical import Canon, Digest, digest, without_nonces
+from gyre_sdk.capture.canonical import ROOT, Canon, Digest, chain, digest, without_nonces
 from gyre_sdk.capture.contexts import KIND_LETTER
 from gyre_sdk.capture.model import Item, ModelRequest, Part, Tool
 
@@ -25,14 +26,28 @@ class ReadRequest:
     """A request, read: the digests of all its parts, and where each part is to be found."""
 
     parts: list[tuple[str, Digest]]
+    keys: list[Digest]
+    """`keys[i]` stands for the tools and the first i parts; `keys[0]` for the tools alone."""
     call_ids: list[str]
     """Ids of calls in assistant turns."""
     starts: list[int]
     """Index of each item's first part; one more entry for the end."""
     tools: tuple[Tool, ...]
     tools_digest: Digest
-    key: Digest = b""
-    """Stands for the whole prompt."""
+
+    @property
+    def key(self) -> Digest:
+        """Stands for the whole prompt."""
+        return self.keys[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A request read lately: the next one mostly begins with the same bytes, and needs only what is new read."""
+
+    items: int
+    prefix: Digest
+    read: ReadRequest
 
 
 @dataclass(slots=True)
@@ -42,6 +57,7 @@ class Reader:
     canon: Canon
     _seen: dict[Digest, SeenItem] = field(default_factory=dict)
     _tools: dict[Digest, tuple[tuple[Tool, ...], Digest]] = field(default_factory=dict)
+    _lately: deque[_Remembered] = field(default_factory=lambda: deque(maxlen=3))
 
     def is_heavy(self, request: ModelRequest) -> bool:
         """Whether reading it takes so long that it should not happen on the event loop."""
@@ -50,17 +66,36 @@ class Reader:
 
     def read(self, request: ModelRequest) -> ReadRequest:
         """Digests of the whole request. Raises RequestError for an item that can't be read."""
-        parts: list[tuple[str, Digest]] = []
-        call_ids: list[str] = []
-        starts: list[int] = []
-        for item in request.items:
-            seen = self._item(item)
-            starts.append(len(parts))
-            parts.extend(seen.parts)
-            call_ids.extend(seen.call_ids)
-        starts.append(len(parts))
         tools, tools_digest = self._read_tools(request)
-        return ReadRequest(parts, call_ids, starts, tools, tools_digest)
+        known = self._prefix_of(request, tools_digest)
+        if known is None:
+            read = ReadRequest([], [digest(ROOT + tools_digest)], [], [], tools, tools_digest)
+            first = 0
+        else:
+            old, first = known.read, known.items
+            read = ReadRequest(
+                old.parts.copy(), old.keys.copy(), old.call_ids.copy(), old.starts[:-1], tools, tools_digest
+            )
+        key = read.keys[-1]
+        for item in request.items[first:]:
+            seen = self._item(item)
+            read.starts.append(len(read.parts))
+            read.parts.extend(seen.parts)
+            read.call_ids.extend(seen.call_ids)
+            for _, part in seen.parts:
+                key = chain(key, part)
+                read.keys.append(key)
+        read.starts.append(len(read.parts))
+        self._lately.append(_Remembered(len(request.items), _prefix(request, len(request.items)), read))
+        return read
+
+    def _prefix_of(self, request: ModelRequest, tools_digest: Digest) -> _Remembered | None:
+        """The longest of the requests read lately that this one begins with, byte for byte."""
+        for known in sorted(self._lately, key=lambda known: -known.items):
+            fits = 0 < known.items <= len(request.items) and known.read.tools_digest == tools_digest
+            if fits and _prefix(request, known.items) == known.prefix:
+                return known
+        return None
 
     def _item(self, item: Item) -> SeenItem:
         key = digest(item.raw)
@@ -91,3 +126,7 @@ class Reader:
         if self.canon.policy == "strict":
             return parts
         return [Part("system", without_nonces(part.text)) if part.kind == "system" else part for part in parts]
+
+
+def _prefix(request: ModelRequest, items: int) -> Digest:
+    return digest(b"\0".join([item.raw for item in request.items[:items]]))

@@ -13,7 +13,7 @@ import msgspec
 
 from gyre_sdk.capture.canonical import Canon
 from gyre_sdk.capture.config import GatewayConfig, Limits
-from gyre_sdk.capture.contexts import Contexts, Match
+from gyre_sdk.capture.contexts import Contexts, Conversation, Match
 from gyre_sdk.capture.engine_run import EngineRun, Finished
 from gyre_sdk.capture.live import LiveCall
 from gyre_sdk.capture.marks import Scopes
@@ -132,9 +132,7 @@ class Recorder:
         read = await anyio.to_thread.run_sync(self.reader.read, request) if heavy else self.reader.read(request)
         if not read.parts:
             raise RequestError("the request holds no messages")
-        conversation = self.contexts.conversation(read.parts, read.tools_digest)
-        read.key = conversation.end
-        return read, self.contexts.match(conversation, read.call_ids)
+        return read, self.contexts.match(Conversation(read.keys, read.parts), read.call_ids)
 
     async def _begin(self, request: ModelRequest, read: ReadRequest, match: Match, prompt: Prompt) -> LiveCall:
         """Write the intent, durably, and know the prompt from now on."""

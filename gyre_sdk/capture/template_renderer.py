@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gyre_sdk.capture import hermes
 from gyre_sdk.capture.model import ASSISTANT_KINDS, Ids, ParsedReply, Part, Reply, Tool, join_messages
 from gyre_sdk.capture.tokenizer import FolderTokenizer
@@ -225,8 +223,3 @@ def _prove_one(renderer: TemplateRenderer, before: Sequence[Part], new: Sequence
         first = next((i for i, (a, b) in enumerate(zip(ids, whole)) if a != b), min(len(ids), len(whole)))
         return f"ids differ at {first}: {ids[first : first + 3]} against {whole[first : first + 3]}"
     return ""
-
-
-def to_ids(ids: Sequence[int]) -> Ids:
-    """int32 array of ids."""
-    return np.asarray(ids, dtype=np.int32)

@@ -72,7 +72,8 @@ class FolderTokenizer:
 
     def encode(self, text: str, *args: Any, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
         """Ids of a text; special tokens written in it become their ids, as in a rendered template."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call is the one that lets other threads run, and it does no work on offsets.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Any, *args: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else [int(id_) for id_ in token_ids]

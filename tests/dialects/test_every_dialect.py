@@ -45,7 +45,7 @@ async def test_a_session_with_tools_is_one_lineage(tmp_path: Path, speaker: type
         assert (third.text, third.finish) == ("All done.", "stop")
         await client.say("more", stream=stream)
         await client.say("and more", stream=stream)
-        rig.check()
+        await rig.check()
         assert [call.rerender for call in rig.graph.calls.values()] == [""] * 5
         assert len(rig.graph.leaves()) == 1
         assert all(call.delivered for call in rig.graph.calls.values())
@@ -68,7 +68,7 @@ async def test_reasoning_comes_back_within_a_tool_cycle(tmp_path: Path, speaker:
         client.results(heard, ["a.txt"])
         heard = await client.say(stream=stream)
         assert heard.reasoning.strip() == "fine"
-        rig.check()
+        await rig.check()
         assert [call.rerender for call in rig.graph.calls.values()] == ["", ""]
         assert len(rig.graph.leaves()) == 1
 
@@ -91,7 +91,7 @@ async def test_an_empty_reply_is_a_reply(tmp_path: Path, speaker: type[Speaker],
         assert (heard.text, heard.finish) == ("", "stop")
         heard = await client.say("again", stream=stream)
         assert heard.text == "now"
-        rig.check()
+        await rig.check()
         assert len(rig.graph.leaves()) == 1
 
 

@@ -47,8 +47,11 @@ class Rig:
         message: dict[str, Any] = response.json()["choices"][0]["message"]
         return message
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """What always holds: the graph equals its WAL's replay, and every call's tokens are what the engine saw and said."""
+        wal = self.handle.recorder._wal
+        if self.handle.recorder.sealed is None:
+            await wal.durable(wal.next_seq - 1)
         records = list(read_records(self.gateway.wal_path(self.handle.execution)))
         replayed = BranchGraph.replay(records)
         for graph in (self.graph, replayed):

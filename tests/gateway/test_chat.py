@@ -37,7 +37,7 @@ async def test_turns_extend_the_sampled_tokens_exactly(tmp_path: Path) -> None:
         messages = [{"role": "system", "content": "S"}, USER]
         for _ in range(3):
             messages = [*messages, await rig.chat(messages), {"role": "user", "content": "go on"}]
-        rig.check()
+        await rig.check()
         assert [call.rerender for call in rig.graph.calls.values()] == ["", "", ""]
         assert len(rig.graph.leaves()) == 1
         log = rig.engine.log
@@ -55,7 +55,7 @@ async def test_streaming_and_not_are_one_reply(tmp_path: Path) -> None:
         assert whole["content"] == streamed == text
         assert chunks[-1]["usage"]["completion_tokens"] == len(rig.engine.log[1].output_ids)
         assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "stop"
-        rig.check()
+        await rig.check()
 
 
 async def test_first_byte_leaves_with_the_first_token(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_parallel_tool_calls_and_results_in_one_lineage(tmp_path: Path) ->
         await rig.chat(
             [USER, {"role": "assistant", "content": "I look.", "tool_calls": back}, *results], tools=CHAT_TOOLS
         )
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == ""
         assert len(rig.graph.leaves()) == 1
 
@@ -162,7 +162,7 @@ async def test_an_overloaded_engine_is_429_with_retry_after(tmp_path: Path) -> N
         assert int(response.headers["retry-after"]) >= 1
         assert (await rig.chat([USER]))["content"] == "ok"
         assert [call.state for call in rig.graph.calls.values()] == ["failed", "done"]
-        rig.check()
+        await rig.check()
 
 
 async def test_an_engine_lost_in_mid_reply_is_continued_from_its_partial_tokens(tmp_path: Path) -> None:

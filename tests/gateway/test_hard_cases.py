@@ -47,7 +47,7 @@ async def test_01_first_turn_sent_again_on_a_new_connection(tmp_path: Path) -> N
         assert first["content"] != second["content"]
         assert (await rig.chat([USER, first, user("on")]))["content"] == "reply number 2"
         assert (await rig.chat([USER, second, user("on")]))["content"] == "reply number 3"
-        rig.check()
+        await rig.check()
         assert [(link.kind, link.source, link.target) for link in rig.graph.links()] == [("retries", 0, 1)]
         assert sampled_calls(rig, 2) == [0, 2]
         assert sampled_calls(rig, 3) == [1, 3]
@@ -70,7 +70,7 @@ async def test_02_reply_lost_to_a_timeout_is_given_to_the_retry(tmp_path: Path) 
         message = response.json()["choices"][0]["message"]
         assert message["content"] == "reply A"
         await rig.chat([USER, message, user("on")])
-        rig.check()
+        await rig.check()
         assert len(rig.graph.calls) == 2
         assert rig.graph.calls[0].delivered is True
 
@@ -83,7 +83,7 @@ async def test_02_without_replay_the_lost_reply_is_an_orphan(tmp_path: Path) -> 
         message = await rig.chat([USER])
         assert message["content"] == "reply B"
         await rig.chat([USER, message, user("on")])
-        rig.check()
+        await rig.check()
         assert [leaf.orphan for leaf in rig.graph.leaves()] == [True, False]
         assert rig.graph.orphan(0)
         assert not rig.graph.orphan(1)
@@ -123,7 +123,7 @@ async def test_04_siblings_with_one_prompt_are_two_leaves(tmp_path: Path) -> Non
         one, two = await asyncio.gather(rig.chat([USER]), rig.chat([USER]))
         assert one["content"] != two["content"]
         await asyncio.gather(rig.chat([USER, one, user("1")]), rig.chat([USER, two, user("2")]))
-        rig.check()
+        await rig.check()
         assert len(rig.graph.leaves()) == 2
         assert rig.engine.log[0].input_ids == rig.engine.log[1].input_ids
 
@@ -140,7 +140,7 @@ async def test_05_interleaved_subagent_is_two_lineages(tmp_path: Path) -> None:
         result = {"role": "tool", "tool_call_id": a_reply["tool_calls"][0]["id"], "content": "started"}
         await rig.chat([*a, a_reply, result], tools=CHAT_TOOLS)
         await rig.chat([*b, b_reply, user("more")])
-        rig.check()
+        await rig.check()
         roles = {leaf.call: leaf.role for leaf in rig.graph.leaves()}
         assert roles == {2: "main", 3: "subagent"}
         assert [(k.kind, k.source, k.target, k.inferred) for k in rig.graph.links()] == [("forks", 0, 1, True)]
@@ -159,7 +159,7 @@ async def test_06_a_nonce_in_the_system_prompt_does_not_split_the_lineage(tmp_pa
             ]
             response = await rig.http.post("/v1/messages", json={**client.body(False), "system": system})
             client.read(response.json())
-        rig.check()
+        await rig.check()
         assert len(rig.graph.leaves()) == 1
         assert rig.handle.recorder.counters.rerenders == {}
         assert "billing" not in rig.renderer.decode(rig.engine.log[-1].input_ids)
@@ -173,7 +173,7 @@ async def test_07_reasoning_dropped_by_the_harness_is_an_explicit_branch(tmp_pat
         assert message.pop("reasoning_content").strip() == "secret thought"
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
         await rig.chat([USER, message, result], tools=CHAT_TOOLS)
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == "reasoning_dropped"
         assert rig.graph.calls[1].rerender_of == 0
         assert sampled_calls(rig, 1) == [1]
@@ -189,7 +189,7 @@ async def test_07_role_and_content_keeps_what_was_sampled(tmp_path: Path) -> Non
         del message["reasoning_content"]
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
         await rig.chat([USER, message, result], tools=CHAT_TOOLS)
-        rig.check()
+        await rig.check()
         assert sampled_calls(rig, 1) == [0, 1]
 
 
@@ -203,7 +203,7 @@ async def test_08_tool_arguments_written_anew(tmp_path: Path, matcher: Any, leav
         call["function"]["arguments"] = '{"a":false,"b":1}'
         result = {"role": "tool", "tool_call_id": call["id"], "content": "x"}
         await rig.chat([USER, message, result], tools=CHAT_TOOLS)
-        rig.check()
+        await rig.check()
         assert len(rig.graph.leaves()) == leaves
         if matcher == "strict":
             assert rig.graph.calls[1].rerender == "tool_args_rewritten"
@@ -216,7 +216,7 @@ async def test_08_changed_tool_arguments_are_another_history(tmp_path: Path) -> 
         message["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
         await rig.chat([USER, message, result], tools=CHAT_TOOLS)
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == "tool_args_rewritten"
         # Up to the changed value the tokens are those that were sampled, behind the same prefix: they stay shared.
         assert len(rig.graph.leaves()) == 2
@@ -247,7 +247,7 @@ async def test_10_a_rejected_retry_changes_nothing(tmp_path: Path) -> None:
         assert response.status_code == 400
         assert rig.graph.digest() == digest
         await rig.chat([USER, first, user("2"), second, user("3")])
-        rig.check()
+        await rig.check()
         assert sampled_calls(rig, 2) == [0, 1, 2]
 
 
@@ -255,7 +255,7 @@ async def test_11_a_reply_whose_beginning_was_cut_off_is_given_text(tmp_path: Pa
     async with make_rig(tmp_path, [Say("one two"), Say("five")]) as rig:
         await rig.chat([USER])
         await rig.chat([USER, {"role": "assistant", "content": "two"}, user("4")])
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == "message_edited"
         assert sampled_calls(rig, 1) == [1]
 
@@ -264,7 +264,7 @@ async def test_12_a_truncated_reply_is_not_extended(tmp_path: Path) -> None:
     async with make_rig(tmp_path, [Say("cut of", stop=False, odd_tokens=True), Say("ok")]) as rig:
         cut = await rig.chat([USER])
         await rig.chat([USER, cut, user("another way")])
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == "truncated_output"
         assert rig.graph.calls[1].rerender_of == 0
         prompt = rig.renderer.decode(rig.engine.log[1].input_ids)
@@ -299,7 +299,7 @@ async def test_14_an_infrastructure_failure_is_not_a_zero(tmp_path: Path) -> Non
         await rig.chat([USER])
         outcome = Outcome(status="completed", failure="verifier", message="no reward file")
         await rig.gateway.seal(rig.handle.execution, outcome)
-        rig.check()
+        await rig.check()
         assert rig.graph.outcome is not None
         assert rig.graph.outcome.reward is None
         assert not rig.graph.outcome.valid
@@ -371,7 +371,7 @@ async def test_15_a_codex_turn(tmp_path: Path) -> None:
         next_body = {**body, "input": client.history, "client_metadata": {"b": "2", "a": "1"}}
         response = await rig.http.post("/v1/responses", json={**next_body, "stream": False})
         assert response.status_code == 200, response.text
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[0].delivered is True
         assert rig.graph.calls[1].rerender == ""
         # After compaction: a summary message, no tools.
@@ -402,14 +402,14 @@ async def test_a_call_that_failed_leaves_no_prompt_tail_behind(tmp_path: Path) -
         assert (await rig.http.post("/v1/chat/completions", json=body)).status_code == 503
         assert set(rig.graph.nodes) == nodes
         assert (await rig.chat([USER, first, user("2")]))["content"] == "two"
-        rig.check()
+        await rig.check()
 
 
 async def test_tools_that_change_in_mid_session_are_a_branch_with_a_reason(tmp_path: Path) -> None:
     async with make_rig(tmp_path, numbered) as rig:
         first = await rig.chat([USER], tools=CHAT_TOOLS)
         await rig.chat([USER, first, user("2")])
-        rig.check()
+        await rig.check()
         assert rig.graph.calls[1].rerender == "tools_changed"
         assert rig.graph.role_of_call(1) == "main"
 
@@ -420,7 +420,7 @@ async def test_a_system_prompt_that_changes_every_call(tmp_path: Path) -> None:
         for number in range(4):
             reply = await rig.chat([{"role": "system", "content": f"It is {number} o'clock."}, *messages])
             messages += [reply, user(f"turn {number}")]
-        rig.check()
+        await rig.check()
         assert [call.rerender for call in rig.graph.calls.values()] == ["", *["system_changed"] * 3]
         assert {leaf.role for leaf in rig.graph.leaves()} == {"main"}
 
@@ -431,7 +431,7 @@ async def test_a_message_edited_in_the_past(tmp_path: Path) -> None:
         second = await rig.chat([USER, first, user("2")])
         edited = [user("hello"), first, user("2"), second, user("3")]
         await rig.chat(edited)
-        rig.check()
+        await rig.check()
         assert sampled_calls(rig, 2) == [2]
 
 
@@ -444,7 +444,7 @@ async def test_two_clients_share_one_execution(tmp_path: Path) -> None:
                 messages += [await rig.chat(messages), user(f"{name} {number}")]
 
         await asyncio.gather(talk("one"), talk("two"), talk("three"))
-        rig.check()
+        await rig.check()
         assert len(rig.graph.leaves()) == 3
         assert rig.handle.recorder.counters.rerenders == {}
 
@@ -460,7 +460,7 @@ async def test_a_client_that_leaves_in_mid_stream(tmp_path: Path) -> None:
         message = await rig.chat([USER])
         assert message["content"] == "a reply that goes on for a while"
         assert len(rig.engine.log) == 1
-        rig.check()
+        await rig.check()
 
 
 async def test_sealing_cancels_late_calls(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ async def test_sealing_cancels_late_calls(tmp_path: Path) -> None:
         assert (await task).status_code == 410
         assert rig.graph.calls[0].state == "failed"
         assert rig.engine.aborted
-        rig.check()
+        await rig.check()
 
 
 async def test_limits_end_an_execution_cleanly(tmp_path: Path) -> None:
