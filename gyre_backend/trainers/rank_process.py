@@ -59,21 +59,23 @@ def main(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     warnings.simplefilter("ignore")  # megatron-core says a dozen times that Transformer Engine is absent
     _leave_with_parent()
+    from gyre_backend.trainers.ranks import hear, tell
+
     link = multiprocessing.connection.Connection(handle)
     replica: Any = None
     while True:
         try:
-            op, args = link.recv()
+            op, args = hear(link)
         except EOFError:
             return
         try:
             answer = _run(replica, op, args)
         except Exception as error:  # the border to the parent, which raises it again
-            link.send((True, _portable(error)))
+            tell(link, (True, _portable(error)))
             continue
         if op == "build":
             replica, answer = answer, None
-        link.send((False, answer))
+        tell(link, (False, answer))
 
 
 def _portable(error: Exception) -> Exception | str:

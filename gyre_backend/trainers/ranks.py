@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import pickle
 import resource
 import shutil
 import socket
@@ -98,6 +99,16 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
+def tell(link: multiprocessing.connection.Connection, message: Any) -> None:
+    """Send by plain pickle: the connection's own would hand tensors over as open files, which needs a shared key."""
+    link.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def hear(link: multiprocessing.connection.Connection) -> Any:
+    """Inverse of `tell`, from a process that we started or that started us. EOFError when it is gone."""
+    return pickle.loads(link.recv_bytes())
+
+
 class Ranks:
     """The running ranks. Not thread-safe: one call at a time."""
 
@@ -145,7 +156,7 @@ class Ranks:
             raise TrainingError("the ranks have been closed")
         try:
             for rank, link in enumerate(self._links):
-                link.send((op, (*args, each[rank]) if each is not None else args))
+                tell(link, (op, (*args, each[rank]) if each is not None else args))
             return self._answers(op, timeout)
         except BaseException:
             self.close(grace=0.0)
@@ -168,7 +179,7 @@ class Ranks:
 
     def _answer(self, rank: int, op: str) -> Any:
         try:
-            failed, value = self._links[rank].recv()
+            failed, value = hear(self._links[rank])
         except (EOFError, ConnectionError):
             code = self._processes[rank].wait()
             raise TrainingError(f"rank {rank} died during {op!r} (exit status {code})") from None
