@@ -9,10 +9,12 @@ themselves, whenever it has grown to 64 MiB, and removed at the end.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,9 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     path: str
     offset: int
     data: bytes
+
+
+Notice = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
 
 
 @dataclass(slots=True)
@@ -54,8 +59,8 @@ class Log(Protocol):
         """What is queued, or None."""
         ...
 
-    def settle(self, done: Round) -> None:
-        """It is durable, or `done.error` says why not."""
+    def settle(self, done: Round) -> list[Notice]:
+        """It is durable, or `done.error` says why not. Returns who is to be told, on which event loop."""
         ...
 
 
@@ -145,6 +150,7 @@ class Flusher:
                 except OSError as error:
                     item.error = error
         self.stats.sync_seconds += time.perf_counter() - started
+        notices: list[Notice] = []
         for item in rounds:
             if item.error is None:
                 self.stats.records += item.frames
@@ -155,7 +161,27 @@ class Flusher:
                 # a torn tail.
                 with contextlib.suppress(OSError):
                     os.ftruncate(item.file, item.offset)
-            item.log.settle(item)
+            notices.extend(item.log.settle(item))
+        _tell(notices)
+
+
+def _tell(notices: list[Notice]) -> None:
+    """Wake every loop once, however many wait: each wake-up is a system call that hands the interpreter lock
+    over.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for loop, notice in notices:
+        by_loop.setdefault(loop, []).append(notice)
+    for loop, callbacks in by_loop.items():
+        # A loop that was closed meanwhile has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_call_all, loop, callbacks)
+
+
+def _call_all(loop: asyncio.AbstractEventLoop, callbacks: list[Callable[[], None]]) -> None:
+    # One by one, so that a listener that raises does not keep the others waiting.
+    for callback in callbacks:
+        loop.call_soon(callback)
 
 
 class _Journal:

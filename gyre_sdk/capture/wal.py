@@ -12,15 +12,15 @@ again nothing is missing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from gyre_sdk.capture.flusher import Flusher, FlushStats, Round
+from gyre_sdk.capture.flusher import Flusher, FlushStats, Notice, Round
 from gyre_sdk.errors import ConfigError, StorageError
 from gyre_sdk.wire import FILE_HEADER_BYTES, WalReader, WalReport, encode, file_header, repair, verify
 from gyre_sdk.wire.records import Record
@@ -175,7 +175,7 @@ class Wal:
             data = b"".join(self._queued)
             return Round(self, self.path, self._file, self.durable_offset, data, len(self._queued))
 
-    def settle(self, done: Round) -> None:
+    def settle(self, done: Round) -> list[Notice]:
         """What was taken is durable, or failed and stays queued; called by the flusher."""
         error = None if done.error is None else _storage_error(self.path, done.error)
         with self._lock:
@@ -190,22 +190,10 @@ class Wal:
             ready = [w for w in self._waiters if error is not None or w[0] < self.durable_seq]
             self._waiters = [w for w in self._waiters if error is None and w[0] >= self.durable_seq]
             told = (self.durable_seq, self.durable_offset)
-        self._notify(ready, error, told if error is None else None)
-
-    def _notify(
-        self,
-        ready: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Future[None]]],
-        error: StorageError | None,
-        told: tuple[int, int] | None,
-    ) -> None:
-        # A loop that was closed meanwhile has nobody left who waits.
-        for _, loop, future in ready:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, future, error)
-        if told is not None:
-            for loop, callback in self._listeners:
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(callback, *told)
+        notices: list[Notice] = [(loop, partial(_settle, future, error)) for _, loop, future in ready]
+        if error is None:
+            notices.extend((loop, partial(callback, *told)) for loop, callback in self._listeners)
+        return notices
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -25,6 +25,10 @@ from gyre_sdk.wire import WalReader, payload_kind
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_WAIT_S = 5.0
+LINGER_S = 0.1
+"""Small news waits this long for company: a request costs more than many records."""
+EAGER_BYTES = 256 * 2**10
+"""What is larger goes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class _Tail:
         self.greeted = False
         """Whether the backend has told what it wants."""
         self.sealed = False
+        self.lingering = False
         self.error: GyreError | None = None
 
     @property
@@ -111,6 +116,7 @@ class FrameSender:
         self._failures = 0
         self._last_error = ""
         self._refused: ConfigError | None = None
+        self._draining = False
 
     async def __aenter__(self) -> FrameSender:
         self._workers = [asyncio.create_task(self._work(), name=f"gyre-sender-{i}") for i in range(self._parallel)]
@@ -133,9 +139,14 @@ class FrameSender:
     def advanced(self, execution: str, seq: int, offset: int) -> None:
         """More of it is on disk."""
         tail = self._tails.get(execution)
-        if tail is not None and offset > tail.limit:
-            tail.limit = offset
+        if tail is None or offset <= tail.limit:
+            return
+        tail.limit = offset
+        if tail.behind >= EAGER_BYTES or self._draining:
             self._push(tail)
+        elif not tail.lingering:
+            tail.lingering = True
+            asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
 
     def resume(self, execution: str, log: Path) -> None:
         """Send a log of an earlier process, as far as the backend lacks it. Raises StorageError when it can't
@@ -153,6 +164,16 @@ class FrameSender:
 
         Raises ConfigError when the backend refuses us altogether.
         """
+        self._draining = True
+        for tail in self._tails.values():
+            if tail.behind:
+                self._push(tail)
+        try:
+            return await self._drained(timeout_s)
+        finally:
+            self._draining = False
+
+    async def _drained(self, timeout_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while any(not self._settled(tail) for tail in self._tails.values()):
@@ -182,6 +203,7 @@ class FrameSender:
         return tail.error is not None or (tail.behind == 0 and tail.execution not in self._queued)
 
     def _push(self, tail: _Tail) -> None:
+        tail.lingering = False
         if tail.execution not in self._queued and tail.error is None:
             self._queued.add(tail.execution)
             self._ready.put_nowait(tail)
@@ -212,9 +234,12 @@ class FrameSender:
             if wait:
                 await asyncio.sleep(wait)
             self._queued.discard(tail.execution)
-            if tail.behind:
+            if tail.behind >= EAGER_BYTES or (tail.behind and (wait or self._draining)):
                 self._push(tail)
-            elif tail.sealed:
+            elif tail.behind and not tail.lingering:
+                tail.lingering = True
+                asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
+            elif tail.behind == 0 and tail.sealed:
                 self._tails.pop(tail.execution, None)
             self._tell()
 
