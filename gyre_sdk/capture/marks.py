@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SCOPE_HEADER = "x-gyre-scope"
-"""JSON of a session scope: {"id": ..., "parent": ..., "kind": "fork" | "compact" | "retry", "role": ...}."""
+"""JSON of a session scope: {"id", "parent", "kind": "fork" | "compact" | "retry", "role", "after": a compact scope}."""
 
 _HEADERS = {
     "x-stainless-retry-count": "retry_count",
@@ -39,7 +39,7 @@ def marks_of(headers: Mapping[str, str]) -> dict[str, str]:
         if key in _CODEX and value:
             marks[_CODEX[key]] = str(value)[:_LONGEST]
     for key, value in _json(headers.get(SCOPE_HEADER)).items():
-        if key in ("id", "parent", "kind", "role") and value:
+        if key in ("id", "parent", "kind", "role", "after") and value:
             marks[f"scope_{key}"] = str(value)[:_LONGEST]
     return marks
 
@@ -58,29 +58,39 @@ def _json(text: str | None) -> dict[str, object]:
 class Scopes:
     """Session scopes of one execution: which call a new scope starts from.
 
-    The first call of a `fork` scope is a subagent of the last call in its parent scope; of a `compact` scope, the
-    shortened context of it; of a `retry` scope, another try of it.
+    The first call of a `fork` scope is a subagent of the last call in its parent scope; of a `retry` scope, another try
+    of it. Calls in a `compact` scope write a summary; the first call `after` it is the shortened context.
     """
 
     _last: dict[str, int] = field(default_factory=dict)
     _agents: dict[str, str] = field(default_factory=dict)
+    _followed: set[str] = field(default_factory=set)
 
     def declare(self, marks: dict[str, str]) -> None:
         """Turn scope marks into what the graph understands, in place."""
-        scope = marks.get("scope_id")
-        if scope is None:
-            return
-        kind, parent = marks.get("scope_kind", ""), marks.get("scope_parent", "")
-        if scope not in self._agents:
-            self._agents[scope] = scope if kind == "fork" else self._agents.get(parent, "")
-            source = self._last.get(parent)
-            name = {"fork": "fork_of", "compact": "compact_of", "retry": "retry_of"}.get(kind)
-            if source is not None and name is not None:
-                marks[name] = str(source)
-        if self._agents[scope]:
+        scope, kind = marks.get("scope_id", ""), marks.get("scope_kind", "")
+        if scope and scope not in self._agents:
+            self._begin(scope, kind, marks)
+        after = marks.get("scope_after", "")
+        if after and after not in self._followed and after in self._last:
+            self._followed.add(after)
+            marks["compact_of"] = str(self._last[after])
+        if kind == "compact":
+            marks.setdefault("request_kind", "compaction")
+        if self._agents.get(scope):
             marks.setdefault("agent", self._agents[scope])
         if "scope_role" in marks:
             marks.setdefault("role", marks["scope_role"])
+
+    def _begin(self, scope: str, kind: str, marks: dict[str, str]) -> None:
+        parent = marks.get("scope_parent", "")
+        self._agents[scope] = scope if kind == "fork" else self._agents.get(parent, "")
+        source = self._last.get(parent)
+        if source is None:
+            return
+        self._last[scope] = source
+        if kind in ("fork", "retry"):
+            marks[f"{kind}_of"] = str(source)
 
     def finished(self, marks: Mapping[str, str], call: int) -> None:
         """A call in a scope has its reply."""

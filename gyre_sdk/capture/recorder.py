@@ -359,6 +359,8 @@ class Recorder:
             if self.sealed != outcome:
                 raise RequestError(f"execution {self.execution} is sealed already, with another outcome", status=409)
             return
+        # As a reader of the log will see it: whole numbers given as rewards or metrics become floats.
+        outcome = msgspec.convert(msgspec.to_builtins(outcome), Outcome)
         self.sealed = outcome
         await self.stop()
         for call in list(self.live.values()):
