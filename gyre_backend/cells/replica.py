@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gyre_backend.errors import CellError, WeightsError
 from gyre_backend.trainers.base import MicroStepResult, StepResult, Trainer
 from gyre_backend.tree.plan import TreePlan
-from gyre_backend.weights import Manifest, Publisher, PullReport, Region, pull, region_of_array
+from gyre_backend.weights import Manifest, Publisher, PullReport, pull, regions_of
 from gyre_backend.weights.regions import HostMirror
 from gyre_backend.weights.transport import Transport
 
@@ -123,30 +121,33 @@ class Replica:
         if set(micros) & set(self._done):
             raise CellError(f"micro-steps {sorted(set(micros) & set(self._done))} are counted already")
         staged = self._stage(sorted(micros))
-        pull(manifest, [region for _, _, region in staged], self.transport, deadline_s=self.deadline_s)
-        for micro, buffer, region in staged:
-            tensor = _tensor_of(region, buffer.tensor)
+        regions = regions_of(_Buffer(name, tensor) for name, _, _, tensor in staged)
+        pull(manifest, regions, self.transport, deadline_s=self.deadline_s)
+        for _, micro, buffer, tensor in staged:
             if self.exact_sum:
-                self._micros.setdefault(micro, []).append(_Buffer(buffer.name, tensor))
+                self._micros.setdefault(micro, []).append(_Buffer(buffer.name, tensor.to(buffer.tensor.device)))
             else:
-                buffer.tensor.add_(tensor)
+                buffer.tensor.add_(tensor.to(buffer.tensor.device))
         self._done += micros
         return manifest.nbytes
 
-    def _stage(self, micros: list[int]) -> list[tuple[int, _Buffer, Region]]:
-        """Fresh host memory in the layout that `_gradient_buffers` of the other cell has: (micro-step or -1,
-        buffer, region).
+    def _stage(self, micros: list[int]) -> list[tuple[str, int, _Buffer, Any]]:
+        """Fresh host tensors in the layout that `_gradient_buffers` of the other cell has: (name there,
+        micro-step
+        or -1, buffer here, tensor).
         """
-        staged = []
-        for micro in micros if self.exact_sum else [-1]:
-            for buffer in self.trainer.named_grads():
-                nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
-                memory = region_of_array("", np.zeros(nbytes, dtype=np.uint8))
-                name = buffer.name if micro < 0 else f"{micro:06d}/{buffer.name}"
-                dtype = str(buffer.tensor.dtype).removeprefix("torch.")
-                region = Region(name, memory.ptr, nbytes, dtype, tuple(buffer.tensor.shape), memory.owner)
-                staged.append((micro, _Buffer(buffer.name, buffer.tensor), region))
-        return staged
+        import torch
+
+        return [
+            (
+                buffer.name if micro < 0 else f"{micro:06d}/{buffer.name}",
+                micro,
+                _Buffer(buffer.name, buffer.tensor),
+                torch.zeros(buffer.tensor.shape, dtype=buffer.tensor.dtype),
+            )
+            for micro in (micros if self.exact_sum else [-1])
+            for buffer in self.trainer.named_grads()
+        ]
 
     def optimizer_step(self, num_executions: int) -> StepResult:
         """Sum (with `exact_sum`: micro-step by micro-step, in order), then the trainer's own step. Readers
@@ -207,11 +208,3 @@ class Replica:
     def close(self) -> None:
         """Withdraw everything that others may read."""
         self.transport.close()
-
-
-def _tensor_of(region: Region, like: Any) -> Any:
-    """A torch tensor over the region's memory, with `like`'s type and shape, on its device."""
-    import torch
-
-    flat = torch.frombuffer(region.view.data, dtype=torch.uint8)
-    return flat.view(like.dtype).reshape(like.shape).to(like.device)
