@@ -3,9 +3,9 @@
 The service and the simulator drive this same function. `decide` is total: an event that is impossible in the
 state it arrives in (a duplicate, late news of a lost cell) changes nothing but `state.ignored`.
 
-One call runs: take the event in, then steps (end, begin, assign), then a burst's dispatch, then moves, then
-slot-wise dispatch, then the timers. Order matters once: moves come before slot-wise dispatch, so that a cell
-that may leave leaves before the slots it needs empty are filled again.
+One call runs: take the event in, dispatch what a burst's start is owed, then steps (end, begin, assign), then
+moves, then the timers. Dispatch comes first because whether cells may train depends on the executions about
+to be sent.
 """
 
 from __future__ import annotations
@@ -47,24 +47,14 @@ def decide(state: SchedulerState, event: Event, config: PolicyConfig) -> tuple[S
     quiet = state.dispatched - state.finished > state.quiet_above
     if quiet and type(event) in _EXECUTIONS and (state.wake_at is None or state.now < state.wake_at):
         return state, actions
+    state = policy_steps.dispatch(state, config, actions)
     if type(event) in _CHANGES_READY:
         state = policy_steps.advance(state, config, actions)
-    if config.dispatch == "burst":
-        state = policy_steps.dispatch_burst(state, config, actions)
-        state = _move(state, config, actions)
-    else:
-        state = _move(state, config, actions)
-        sent = state.dispatched
-        state = policy_steps.dispatch_slots(state, config, actions)
-        if state.dispatched != sent:  # full slots may now call a starved training cell back
-            state = _move(state, config, actions)
+    releasing = state.releasing
+    state = policy_moves.move(state, config, actions)
+    if releasing and not state.releasing:
+        # The core may have just been told to stay for the next burst: its first step can begin at once.
+        state = policy_steps.advance(state, config, actions)
     state = policy_moves.set_timer(state, config, actions)
     level = quiet_above(state, config)
     return (state if level == state.quiet_above else replace(state, quiet_above=level)), actions
-
-
-def _move(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
-    releasing = state.releasing
-    state = policy_moves.move(state, config, actions)
-    # The core may have just been told to stay for the next burst: its first step can begin at once.
-    return policy_steps.advance(state, config, actions) if releasing and not state.releasing else state

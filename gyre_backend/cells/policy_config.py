@@ -13,7 +13,6 @@ import msgspec
 from gyre_sdk.errors import ConfigError
 
 Moves = Literal["serial", "pool", "static", "barrier"]
-Dispatching = Literal["burst", "slots"]
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -23,18 +22,15 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """serial: one cell at a time, core first, by the waterlevel. pool: cells `0..train_cells-1` together,
     between steps only (step switch). static: cells `0..train_cells-1` always train (async). barrier: all
     cells, when nothing is unfinished (colocate)."""
-    dispatch: Dispatching = "burst"
-    """burst: refill to the in-flight limit at each burst's start; w never rises within a burst. slots: send a
-    group whenever slots for it are free (up to the same limit), so that w <= C_R always and no execution's
-    clock runs while it waits for a slot."""
     groups_per_step: int = 32
     """B."""
     group_size: int = 8
     """Executions per group."""
     burst_steps: int = 1
     """mu: optimizer steps per burst."""
-    in_flight_extra: float = 0.0
-    """eta: groups in flight, ready and in the open step together are at most (1 + eta) * mu * B."""
+    in_flight_extra: float | None = 0.0
+    """eta: at a burst's start groups are sent until (1 + eta) * mu * B are in flight, ready or in the open
+    step. None: as many as `max_staleness` allows."""
     max_staleness: int | None = None
     """S: no group trains later than S versions after its dispatch. A step waits for the groups that fall due
     in it, and the groups outstanding are at most (S + 1) * B. None: no bound."""
@@ -45,19 +41,23 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     backlog_s: float | None = 0.0
     """b: a satellite joins only if the queued work gives every training cell, itself included, b seconds. 0:
     no such gate. None: `backlog_trips` measured round trips."""
-    backlog_trips: float = 10.0
+    backlog_trips: float = 2.0
     starve_s: float | None = math.inf
     """s: a training cell returns after s seconds without work. inf: it stays until the burst's end. None:
     `starve_trips` measured round trips."""
     starve_trips: float = 1.0
     round_trip_s: float = 12.0
     """Cost of a move there and back until both have been measured, s (the paper's 8.52 + 3.46)."""
-    load_limit: float = 1.0
-    """A cell may leave rollout only if w <= load_limit * (C_R - C_e). 1: the plain waterlevel. Below 1,
-    training is put off until the rollout cells are this empty, unless a whole step's groups are ready
-    (training is then what everything waits for)."""
     release_at_burst_end: bool = True
-    """Satellites return after each burst. Off: only starvation sends them back."""
+    """Training cells return after each burst (the core stays if the next batch is ready and the rest covers
+    w)."""
+    yield_to_rollout: bool = False
+    """A training cell returns, and no step begins, while executions find no slot (w > C_R), unless the step
+    already has all its groups."""
+    look_ahead: bool = False
+    """A satellite joins only if the cells that train now couldn't finish the queued work before the step's
+    last group is expected, and the last one returns when the others can. Training is then done just in time,
+    by as few cells as needed, while the rollout is emptiest."""
     streaming: bool = True
     """A step may begin before all its groups are ready. Off: at B ready groups."""
     train_cells: int = 1
@@ -70,10 +70,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ConfigError(f"scheduler.{name} must be at least 1, got {getattr(self, name)}")
+        if self.in_flight_extra is None and self.max_staleness is None:
+            raise ConfigError("scheduler.in_flight_extra must be given when max_staleness is not")
         for name in ("in_flight_extra", "hold_s", "backlog_trips", "starve_trips", "round_trip_s"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= (getattr(self, name) or 0.0) < math.inf:
                 raise ConfigError(f"scheduler.{name} must be a finite number >= 0, got {getattr(self, name)}")
-        for name in ("readiness", "load_limit", "switch_ratio"):
+        for name in ("readiness", "switch_ratio"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"scheduler.{name} must be in (0, 1], got {getattr(self, name)}")
         for name in ("backlog_s", "starve_s"):
@@ -92,8 +94,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @cached_property
     def limit(self) -> int:
         """Most groups outstanding (in flight, ready and in the open step)."""
-        limit = math.floor((1 + self.in_flight_extra) * self.burst_steps * self.groups_per_step + 1e-9)
-        return limit if self.max_staleness is None else min(limit, (self.max_staleness + 1) * self.groups_per_step)
+        budget = math.inf if self.max_staleness is None else (self.max_staleness + 1) * self.groups_per_step
+        extra = math.inf if self.in_flight_extra is None else self.in_flight_extra
+        wished = (1 + extra) * self.burst_steps * self.groups_per_step
+        return math.floor(min(budget, wished) + 1e-9)
 
     @cached_property
     def ready_needed(self) -> int:
@@ -122,11 +126,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # Ours; why each number is what it is: docs/scheduling.md.
     "gyre": {
-        "dispatch": "slots",
+        "max_staleness": 1,
+        "in_flight_extra": None,
+        "readiness": 0.5,
         "hold_s": 0.0,
         "backlog_s": None,
         "starve_s": None,
         "release_at_burst_end": False,
+        "yield_to_rollout": True,
+        "look_ahead": True,
     },
     "step-switch": {"moves": "pool", "hold_s": 0.0},
     "async": {"moves": "static", "hold_s": 0.0},

@@ -67,6 +67,18 @@ def _landed(state: SchedulerState, version: int) -> tuple[tuple[int, int], ...] 
     return tuple((v, n - (v == version)) for v, n in state.inflight if n - (v == version) > 0)
 
 
+def _spans(state: SchedulerState, inflight: tuple[tuple[int, int], ...], now: float) -> dict[str, Any]:
+    """What the end of a version's last group teaches about spans; nothing if it wasn't the last."""
+    if len(inflight) == len(state.inflight):
+        return {}
+    alive = {version for version, _ in inflight}
+    span = state.span
+    for version, sent in state.sent_at:
+        if version not in alive:
+            span = now - sent if span == 0 else (span + now - sent) / 2
+    return {"span": span, "sent_at": tuple(e for e in state.sent_at if e[0] in alive)}
+
+
 def _group_ready(state: SchedulerState, event: s.GroupReady, now: float, *_: Any) -> SchedulerState:
     inflight = _landed(state, event.version)
     known = any(g.id == event.group for g in state.ready) or any(g.id == event.group for g in state.members)
@@ -91,6 +103,7 @@ def _group_ready(state: SchedulerState, event: s.GroupReady, now: float, *_: Any
         ready_work=state.ready_work + event.work,
         group_wait=wait,
         last_ready=now,
+        **_spans(state, inflight, now),
     )
 
 
@@ -98,7 +111,8 @@ def _group_dropped(state: SchedulerState, event: s.GroupDropped, now: float, *_:
     inflight = _landed(state, event.version)
     if inflight is None:
         return _ignored(state, now)
-    return replace(state, now=now, inflight=inflight, num_inflight=state.num_inflight - 1)
+    spans = _spans(state, inflight, now)
+    return replace(state, now=now, inflight=inflight, num_inflight=state.num_inflight - 1, **spans)
 
 
 def _queue_level(state: SchedulerState, event: s.QueueLevel, now: float, *_: Any) -> SchedulerState:

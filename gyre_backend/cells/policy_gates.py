@@ -49,29 +49,25 @@ def enough_ready(state: SchedulerState, config: PolicyConfig) -> bool:
     return have >= max(1, min(config.ready_needed, missing))
 
 
-def rollout_is_idle(state: SchedulerState, config: PolicyConfig) -> bool:
-    """Nothing runs and nothing may be sent: the rollout side has no use for its cells."""
-    return (
-        state.waterlevel == 0 and state.outstanding >= config.limit
-        if config.dispatch == "slots"
-        else state.waterlevel == 0
-    )
+def time_to_full(state: SchedulerState, config: PolicyConfig) -> float:
+    """Expected time until the open or next step's last group is ready, s.
 
-
-def rollout_waits(state: SchedulerState, config: PolicyConfig) -> bool:
-    """The rollout side has executions, or the right to send some, that find no slots."""
-    if state.waterlevel > state.capacity:
-        return True
-    room = config.dispatch == "slots" and state.outstanding < config.limit
-    return room and state.waterlevel + config.group_size > state.capacity
-
-
-def stranded(state: SchedulerState, config: PolicyConfig) -> bool:
-    """No slot serves rollouts, though executions wait for one or the step can't get its groups without."""
-    if state.capacity > 0:
-        return False
-    may_send = config.dispatch == "slots" and state.outstanding < config.limit
-    return state.waterlevel > 0 or (may_send and not step_is_full(state, config))
+    Two estimates, the later counts: the groups still missing arrive at the recent rate, and the batches in
+    flight that fall due in this step take as long from their dispatch as earlier batches did. 0 when nothing
+    is missing or nothing is known yet.
+    """
+    missing = config.groups_per_step - len(state.members) - state.fits
+    if missing <= 0:
+        return 0.0
+    rest = missing * state.group_wait
+    # With no staleness budget nothing falls due, but a step can't fill without the oldest when all in flight
+    # are needed.
+    due = state.version - config.max_staleness if config.max_staleness is not None else -1
+    needed = state.num_inflight <= missing
+    for version, sent in state.sent_at:
+        if version <= due or needed:
+            rest = max(rest, sent + state.span - state.now)
+    return rest
 
 
 def wants(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
@@ -80,38 +76,36 @@ def wants(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
         if not enough_ready(state, config):
             return False
         held = state.ready_since is not None and state.now >= state.ready_since + config.hold_s
-        return held or rollout_is_idle(state, config)
+        return held or state.waterlevel == 0  # with nothing running there is nothing to hold out for
     gate = backlog_gate(state, config)
-    if gate == 0:
+    if gate == 0 and not config.look_ahead:
         return True
     if state.phase is not Phase.OPEN:
         return False
-    return pressure(state, config) >= gate * (state.num_training + 1)
+    work = pressure(state, config)
+    if config.look_ahead and work < state.num_training * time_to_full(state, config):
+        return False
+    return work >= gate * (state.num_training + 1)
 
 
 def level_allows(state: SchedulerState, mover: int, config: PolicyConfig) -> bool:
-    """w <= load_limit * (C_R - C_e); the last rollout slots go only when nothing is left to roll out for the
-    step."""
+    """w <= C_R - C_e; the last rollout slots go only when nothing is left to roll out for the step."""
     after = state.capacity - state.cells[mover].slots
-    if state.waterlevel > after:
-        return False
-    if after == 0:
-        return step_is_full(state, config)
-    return state.waterlevel <= config.load_limit * after or step_is_full(state, config)
+    return state.waterlevel <= after and (after > 0 or step_is_full(state, config))
 
 
-def draining(state: SchedulerState, config: PolicyConfig) -> bool:
-    """A cell would move to training now if only w were low enough: its slots must not be filled again."""
-    if config.moves != "serial" or state.num_moving:
+def too_many_train(state: SchedulerState, config: PolicyConfig) -> bool:
+    """Look-ahead, the way back: one training cell fewer would still be done before the step's last group is
+    ready.
+
+    The wait must be worth two round trips, or the cell would only come and go.
+    """
+    rest = time_to_full(state, config)
+    if rest <= 2 * round_trip(state, config):
         return False
-    mover = state.mover
-    if mover < 0 or not wants(state, mover, config):
-        return False
-    after = state.capacity - state.cells[mover].slots
-    if after == 0:
-        return step_is_full(state, config)
-    # w <= after as well: sending a group now could lift w over the level again before the cell has left.
-    return config.load_limit == 1 or step_is_full(state, config)
+    if state.num_training == 1:
+        return not enough_ready(state, config)
+    return pressure(state, config) < (state.num_training - 1) * rest
 
 
 def switch_threshold(config: PolicyConfig) -> int:
@@ -144,11 +138,6 @@ def quiet_above(state: SchedulerState, config: PolicyConfig) -> int:
     Most events are such ends, and most of them change nothing: this number lets `decide` see that at once.
     Time is left out: `decide` evaluates in full once a `WakeAt` is due.
     """
-    level = 0  # at w = 0 several rules look at the idle rollout side
-    if config.dispatch == "slots" and state.outstanding < config.limit and not draining(state, config):
-        level = max(level, state.capacity - config.group_size)
-    if config.moves == "serial" and not state.num_moving:
-        mover = state.mover
-        if mover >= 0 and wants(state, mover, config):
-            level = max(level, state.capacity - state.cells[mover].slots)
-    return level
+    if config.moves != "serial" or state.num_moving or state.mover < 0 or not wants(state, state.mover, config):
+        return 0  # at w = 0 several rules look at the idle rollout side
+    return max(state.capacity - state.cells[state.mover].slots, 0)

@@ -100,27 +100,30 @@ def _returner(state: SchedulerState, config: PolicyConfig) -> int | None:
     core_trains = state.cells[0].role is Role.TRAINING
     if last > 0 and not core_trains:
         return last  # without a core there is nothing to join
-    stranded = gates.stranded(state, config)
-    if stranded and (last > 0 or state.phase is Phase.IDLE):
+    may_leave = last > 0 or state.phase is Phase.IDLE  # in mid-step the core holds the gradients
+    stranded = state.capacity == 0 and state.waterlevel > 0
+    if stranded and may_leave:
+        return last
+    waits = state.waterlevel > state.capacity
+    if config.yield_to_rollout and waits and may_leave and not gates.step_is_full(state, config):
+        return last
+    if config.look_ahead and may_leave and state.phase is not Phase.CLOSING and gates.too_many_train(state, config):
         return last
     if state.starved_since is None:
         return None
-    # Nothing to train, and executions that find no slots: waiting out s would help nobody.
     if last > 0:
-        return last if _waited(state, config) or gates.rollout_waits(state, config) else None
+        # Nothing to train, and executions that find no slots: waiting out s would help nobody.
+        return last if waits or _waited(state, config) else None
     if state.phase is Phase.OPEN:
-        return 0 if stranded else None  # the core holds the step's gradients: it leaves only if nobody else can serve
-    if state.phase is Phase.CLOSING:
-        return None
-    return 0 if _waited(state, config) or state.capacity == 0 or _hungry(state, config) else None
+        return (
+            0 if stranded else None
+        )  # nobody else can serve: better to keep its gradients aside than to wait for ever
+    idle = state.phase is Phase.IDLE
+    return 0 if idle and (state.capacity == 0 or _waited(state, config)) else None
 
 
 def _waited(state: SchedulerState, config: PolicyConfig) -> bool:
     return state.starved_since is not None and state.now >= state.starved_since + gates.starve_gate(state, config)
-
-
-def _hungry(state: SchedulerState, config: PolicyConfig) -> bool:
-    return config.dispatch == "slots" and gates.rollout_waits(state, config)
 
 
 # ------------------------------------------------------------------------------------------- all at once
@@ -152,7 +155,7 @@ def _barrier(state: SchedulerState, config: PolicyConfig, actions: list[Action])
     cells = range(len(state.cells))
     if state.num_moving:
         return state
-    if state.num_training and state.phase is Phase.IDLE and (state.releasing or gates.stranded(state, config)):
+    if state.num_training and state.phase is Phase.IDLE and (state.releasing or state.waterlevel > 0):
         return _all(replace(state, releasing=False), cells, Role.TRAINING, actions)
     if state.waterlevel == 0 and state.phase is Phase.IDLE and state.fits >= config.groups_per_step:
         return _all(replace(state, releasing=False), cells, Role.ROLLOUT, actions)

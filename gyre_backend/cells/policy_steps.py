@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gyre_backend.cells.policy_config import PolicyConfig
-from gyre_backend.cells.policy_gates import draining, lends, step_is_full, stranded
+from gyre_backend.cells.policy_gates import enough_ready, lends, step_is_full
 from gyre_backend.cells.state import (
     Action,
     Assign,
@@ -30,7 +30,7 @@ def advance(state: SchedulerState, config: PolicyConfig, actions: list[Action]) 
     if state.phase is Phase.IDLE:
         if state.releasing and config.release_at_burst_end:
             return state
-        if not step_is_full(state, config) and stranded(state, config):
+        if _rollout_comes_first(state, config):
             return state
         if not fits or (not config.streaming and len(fits) < config.groups_per_step) or lends(state, config):
             return state
@@ -97,38 +97,38 @@ def assignable(state: SchedulerState, config: PolicyConfig) -> tuple[Group, ...]
     return tuple(taken)
 
 
-def dispatch_burst(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+def _rollout_comes_first(state: SchedulerState, config: PolicyConfig) -> bool:
+    """Don't begin a step that can't be filled soon while the core's slots are needed: it would pin the core
+    to training."""
+    if step_is_full(state, config):
+        return False
+    if state.capacity == 0 and state.waterlevel > 0:
+        return True
+    if config.yield_to_rollout and state.waterlevel > state.capacity:
+        return True
+    return config.look_ahead and not enough_ready(state, config) and state.waterlevel > 0
+
+
+def dispatch(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
     """At a burst's start, refill to the limit; within it, only replace groups that were dropped and are
     needed."""
     target = config.limit if state.refill else min(state.burst_left * config.groups_per_step, config.limit)
-    return _dispatch(
-        replace(state, refill=False) if state.refill else state, target - state.outstanding, config, actions
-    )
-
-
-def dispatch_slots(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
-    """Fill free slots with whole groups up to the limit, unless a cell is waiting for slots to drain."""
-    room = config.limit - state.outstanding
-    if room <= 0 or state.capacity <= 0 or draining(state, config):
-        return state
-    groups = min(room, (state.capacity - state.waterlevel) // config.group_size)
-    if groups <= 0 and state.waterlevel == 0:
-        groups = 1  # a group larger than all slots must still run
-    return _dispatch(state, groups, config, actions)
-
-
-def _dispatch(state: SchedulerState, groups: int, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+    if state.refill:
+        state = replace(state, refill=False)
+    groups = target - state.outstanding
     if groups <= 0:
         return state
     actions.append(Dispatch(groups, state.version))
-    inflight = state.inflight
+    inflight, sent_at = state.inflight, state.sent_at
     if inflight and inflight[-1][0] == state.version:
         inflight = (*inflight[:-1], (state.version, inflight[-1][1] + groups))
     else:
         inflight = (*inflight, (state.version, groups))
+        sent_at = (*sent_at, (state.version, state.now))
     return replace(
         state,
         dispatched=state.dispatched + groups * config.group_size,
         inflight=inflight,
+        sent_at=sent_at,
         num_inflight=state.num_inflight + groups,
     )

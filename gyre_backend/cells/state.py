@@ -87,6 +87,10 @@ class SchedulerState(msgspec.Struct, frozen=True):
     """f, executions."""
     inflight: tuple[tuple[int, int], ...] = ()
     """Groups that aren't ready yet: (dispatch version, groups), ascending."""
+    sent_at: tuple[tuple[int, float], ...] = ()
+    """When each version in flight was first dispatched, s."""
+    span: float = 0.0
+    """Time from a version's dispatch until its last group is ready (moving average), s; 0 = unknown."""
     num_inflight: int = 0
     """Sum of `inflight`, groups."""
     ready: tuple[Group, ...] = ()

@@ -27,8 +27,8 @@ def configs(draw: st.DrawFn, name: str) -> PolicyConfig:
     if name in ("gyre", "paper"):
         fields["readiness"] = draw(st.sampled_from([0.1, 0.5, 1.0]))
         fields["backlog_s"] = draw(st.sampled_from([None, 0.0, 60.0]))
-        fields["load_limit"] = draw(st.sampled_from([0.3, 1.0]))
-        fields["dispatch"] = draw(st.sampled_from(["slots", "burst"]))
+        fields["look_ahead"] = draw(st.booleans())
+        fields["yield_to_rollout"] = draw(st.booleans())
     if name == "gyre":
         fields["starve_s"] = draw(st.sampled_from([None, 0.0, 20.0, math.inf]))
         fields["release_at_burst_end"] = draw(st.booleans()) or fields["starve_s"] == math.inf

@@ -122,18 +122,13 @@ class World:
             assert len(moves) <= 1
             for action in actions:
                 if isinstance(action, MoveToTraining):
-                    slots = state.cells[action.cell].slots
-                    assert state.waterlevel - self._sent_after(actions, action) <= state.capacity, "w > C_R - C_e"
-                    assert slots > 0
+                    assert state.waterlevel <= state.capacity, "w > C_R - C_e"
                     assert action.cell == 0 or state.cells[0].role is Role.TRAINING, "a satellite without its core"
         capacity = state.standalone + sum(c.slots for c in state.cells if c.role is Role.ROLLOUT)
         assert state.capacity == capacity
         assert state.num_moving == moving
         assert state.num_training == state.count(Role.TRAINING)
-        sent = sum(a.groups for a in actions if isinstance(a, Dispatch))
-        if config.dispatch == "slots" and sent and state.waterlevel > config.group_size:
-            assert state.waterlevel <= state.capacity, "slot-wise dispatch sent more than fits"
-        if config.dispatch == "burst" and not before.refill and not isinstance(event, Published | GroupDropped):
+        if not before.refill and not isinstance(event, Published | GroupDropped):
             assert state.waterlevel <= before.waterlevel, "w rose within a burst"
         assert state.outstanding <= max(config.limit, before.outstanding)
         assert state.num_inflight == len(self.flying) + len(self.ended)
@@ -145,11 +140,6 @@ class World:
         places += [set(self.published), self.dropped]
         assert sum(map(len, places)) == self.next_group
         assert len(set().union(*places)) == self.next_group
-
-    def _sent_after(self, actions: list[Action], move: Action) -> int:
-        """Executions dispatched after the move in this batch (slot-wise dispatch fills up to the new C_R)."""
-        at = actions.index(move)
-        return sum(a.groups * self.config.group_size for a in actions[at:] if isinstance(a, Dispatch))
 
     def possible(self) -> list[str]:
         state, out = self.state, []
