@@ -36,7 +36,8 @@ def die_with_parent(on_eof: Callable[[], None] | None = None) -> None:
 
 def _watch(on_eof: Callable[[], None] | None) -> None:
     try:
-        while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: a thread that sits in its buffer's lock aborts the interpreter at exit.
+        while os.read(0, 4096):
             pass
     except (OSError, ValueError):
         pass
