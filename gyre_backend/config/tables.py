@@ -72,7 +72,7 @@ class TrainTable(Table):
     """Groups in a row that end with nothing to train before the run gives up."""
     micro_tokens: int = pydantic.Field(default=8192, ge=1)
     """Most unique tokens of a micro-step; a larger group is split where that is exact."""
-    trainer: Literal["hf", "megatron"] = "hf"
+    trainer: Literal["hf", "fsdp", "megatron"] = "hf"
     lr: float = pydantic.Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -7,9 +7,6 @@ state is divided by the number of ranks. What drives the ranks is `ranked.Ranked
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from gyre_backend.algorithms.batch import Algorithm
 from gyre_backend.errors import UnsupportedError
@@ -18,6 +15,7 @@ from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.files import copy_companions, new_folder
 from gyre_backend.trainers.fsdp_replica import Setup
 from gyre_backend.trainers.ranked import DTYPES, RankedTrainer
+from gyre_backend.trainers.skeleton import skeleton
 from gyre_backend.tree.cost import CostModel
 
 
@@ -45,37 +43,23 @@ class FSDPTrainer(RankedTrainer):
             raise UnsupportedError(f"trainer.dtype = {config.dtype!r}: wanted {', '.join(DTYPES)}")
         hf = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         hf_model.refuse(hf)
-        self._hf = hf
-        skeleton = self._skeleton(config.dtype)
+        empty = skeleton(hf, DTYPES[config.dtype])
         super().__init__(
             model_dir,
             config,
             algorithm,
+            hf=hf,
             replica="gyre_backend.trainers.fsdp_replica:Replica",
             setup=Setup(str(model_dir), config, algorithm),
-            shapes={name: tuple(p.shape) for name, p in skeleton.named_parameters()},
+            shapes={name: tuple(p.shape) for name, p in empty.named_parameters()},
             replica_of=tuple(range(ranks)),
             micro_batches=1,
-            cost=CostModel.of_model(skeleton),
+            cost=CostModel.of_model(empty),
             layout={"ranks": ranks},
         )
 
-    def _skeleton(self, dtype: str) -> Any:
-        """The model without memory behind it."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self._hf, dtype=DTYPES[dtype])
-
     def export_hf(self, path: Path) -> None:
         """Write a folder that an engine or transformers can load: bitwise the ranks' weights."""
-        model = self._skeleton(self._config.dtype)
-        tensors = {buffer.name: buffer.tensor for buffer in self.named_weights()}
-        model.load_state_dict(tensors, assign=True, strict=False)
-        model.tie_weights()
-        left = [name for name, p in model.named_parameters() if p.is_meta]
-        if left:
-            raise UnsupportedError(f"{type(model).__name__}: no trained tensor stands for {', '.join(left)}")
         with new_folder(Path(path)) as folder:
-            model.save_pretrained(folder)
+            self.model.save_pretrained(folder)
             copy_companions(self._model_dir, folder)

@@ -102,6 +102,7 @@ class MegatronTrainer(RankedTrainer):
             model_dir,
             config,
             algorithm,
+            hf=hf,
             replica="gyre_backend.trainers.megatron_replica:Replica",
             setup=setup,
             shapes=shapes,

@@ -21,6 +21,7 @@ from gyre_backend.errors import TrainingError
 from gyre_backend.trainers.base import MicroStepResult, NamedBuffer, StepResult, TrainerConfig
 from gyre_backend.trainers.files import new_folder
 from gyre_backend.trainers.ranks import Edges, Ranks, Shared, SharedTensors
+from gyre_backend.trainers.skeleton import module_over
 from gyre_backend.tree.cost import CostModel
 from gyre_backend.tree.plan import TreePlan, plan_to_bytes
 from gyre_backend.tree.split import balance
@@ -38,6 +39,7 @@ class RankedTrainer:
         config: TrainerConfig,
         algorithm: Algorithm,
         *,
+        hf: Any,
         replica: str,
         setup: Any,
         shapes: Mapping[str, tuple[int, ...]],
@@ -52,6 +54,8 @@ class RankedTrainer:
         resumed.
         """
         self._model_dir = Path(model_dir)
+        self._hf = hf
+        self._module: Any = None
         self._config = config
         self._algorithm = algorithm
         self._shapes = shapes
@@ -86,13 +90,28 @@ class RankedTrainer:
         """How the run is laid out, for logs."""
         return {"trainer": self._config.trainer, **self._layout}
 
+    @property
+    def model(self) -> Any:
+        """A transformers module whose parameters are `named_weights`: what an engine in this process generates with.
+
+        Optimizer steps write into it. Raises UnsupportedError for a model whose checkpoint names its tensors
+        otherwise than its module does (experts).
+        """
+        if self._module is None:
+            tensors = {buffer.name: buffer.tensor for buffer in self.named_weights()}
+            self._module = module_over(self._hf, DTYPES[self._config.dtype], tensors)
+        return self._module
+
     # --- a micro-step ---
 
     def forward_backward(self, plan: TreePlan) -> MicroStepResult:
         """Add the plan's gradient. The plan is cut for the replicas and, in each, for the pipeline."""
         started = time.monotonic()
         parts = self._cut(plan)
-        edges = self._collect(plan, parts, self._call_parts("forward_backward", parts, self._version))
+        if plan.num_edges:
+            edges = self._collect(plan, parts, self._call_parts("forward_backward", parts, self._version))
+        else:
+            edges = Edges(np.zeros(0), np.zeros(0))
         logp, entropy = torch.from_numpy(edges.logp), torch.from_numpy(edges.entropy)
         batch = EdgeBatch.of(plan, logp, version=self._version, entropy=entropy)
         result = self._algorithm(batch)
