@@ -198,7 +198,11 @@ class ScriptedEngine:
         if say.raw is not None:
             ids = [*self.renderer.encode(say.raw), self.renderer.stop_ids[0]]
         else:
-            calls = tuple(ToolCall(id="", name=name, arguments=arguments) for name, arguments in say.calls)
+            calls = tuple(
+                # The id is what Kimi writes into its calls; other families have none in their text.
+                ToolCall(id=f"functions.{name}:{index}", name=name, arguments=arguments)
+                for index, (name, arguments) in enumerate(say.calls)
+            )
             ids = self.renderer.reply_ids(Reply(text=say.text, reasoning=say.reasoning, calls=calls), self.tools)
         if say.odd_tokens:
             body = self.renderer.decode(ids[:-1])

@@ -70,7 +70,10 @@ class FamilyRenderer:
 
     def reply_ids(self, reply: Reply, tools: Sequence[Tool]) -> list[int]:
         parts = [Part("user", "?")]
-        rendered = self._renderer.render(join_messages([*parts, *reply.parts()]), tools=_openai(tools))
+        try:
+            rendered = self._renderer.render(join_messages([*parts, *reply.parts()]), tools=_openai(tools))
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            raise RequestError(f"the model's chat template refuses this reply: {error}") from error
         ids = list(rendered.token_ids)
         if rendered.sampled_mask:
             sampled = [id_ for id_, mask in zip(ids, rendered.sampled_mask) if mask]

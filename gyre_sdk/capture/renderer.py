@@ -48,7 +48,7 @@ class TurnCheck:
 
     name: str
     exact: bool
-    """The bridge's ids equal the full render's."""
+    """Prompt and extension have the ids of the full render; what lies between was sampled."""
     bridged: bool
     """The family extends here at all; False means each such turn is rendered anew (a `rerenders` edge)."""
     position: int = -1
@@ -75,7 +75,7 @@ class TemplateReport:
         lines = [f"{self.model_dir}: family {self.family}"]
         for check in self.checks:
             if check.exact:
-                state = "exact"
+                state = f"exact ({check.note})" if check.note else "exact"
             elif not check.bridged:
                 state = f"rendered anew ({check.note})"
             else:
@@ -101,11 +101,15 @@ def verify_template(model_dir: Path | str, family: str = "auto", **options: Any)
 def _check(renderer: ChatRenderer, what: str, before: Sequence[Part], new: Sequence[Part]) -> TurnCheck:
     tools = [_tool] if any(part.kind == "result" for part in new) else []
     turn = probe_turn(new)
+    if isinstance(renderer, FamilyRenderer):
+        # Families of reasoning models open every reply with it; a reply without would not be the model's.
+        turn = [Part("reasoning", "Hm."), *turn]
+    reasoning = "".join(part.text for part in turn if part.kind == "reasoning")
     text = "".join(part.text for part in turn if part.kind == "text")
     calls = tuple(ToolCall(part.call_id, part.name, part.text) for part in turn if part.kind == "call")
     try:
         prompt = renderer.render(before, tools)
-        said = renderer.reply_ids(Reply(text=text, calls=calls), tools)
+        said = renderer.reply_ids(Reply(text=text, reasoning=reasoning, calls=calls), tools)
         whole = renderer.render([*before, *turn, *new], tools)
         tail = np.asarray(prompt[-TAIL:], dtype=np.int32)
         delta = renderer.bridge(tail, np.asarray(said, dtype=np.int32), new, tools)
@@ -117,9 +121,12 @@ def _check(renderer: ChatRenderer, what: str, before: Sequence[Part], new: Seque
         problems = getattr(renderer, "problems", None)
         note = problems[0] if problems else "the family re-renders here by its own rule"
         return TurnCheck(what, exact=False, bridged=False, note=note)
+    start = len(whole) - len(delta)
+    if start >= len(prompt) and whole[: len(prompt)] == prompt and whole[start:] == delta:
+        same = whole[len(prompt) : start] == said
+        note = "" if same else "the template itself would write the reply differently in a history"
+        return TurnCheck(what, exact=True, bridged=True, note=note)
     ids = [*prompt, *said, *delta]
-    if ids == whole:
-        return TurnCheck(what, exact=True, bridged=True)
     at = next((i for i, (a, b) in enumerate(zip(ids, whole)) if a != b), min(len(ids), len(whole)))
     return TurnCheck(
         what,
