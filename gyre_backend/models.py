@@ -186,7 +186,8 @@ def _tiny_tokenizer(transformers: Any, context: int) -> Any:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    make_trainer: Any = trainers.BpeTrainer
+    trainer = make_trainer(
         vocab_size=512,
         min_frequency=1,
         special_tokens=list(CHATML_SPECIALS),
