@@ -47,6 +47,13 @@ class Rig:
         message: dict[str, Any] = response.json()["choices"][0]["message"]
         return message
 
+    async def check_replay(self) -> None:
+        """The graph equals the replay of its log."""
+        wal = self.handle.recorder._wal
+        await wal.durable(wal.next_seq - 1)
+        replayed = BranchGraph.replay(read_records(self.gateway.wal_path(self.handle.execution)))
+        assert replayed.digest() == self.graph.digest()
+
     async def check(self) -> None:
         """What always holds: the graph equals its WAL's replay, and every call's tokens are what the engine saw and said."""
         wal = self.handle.recorder._wal
