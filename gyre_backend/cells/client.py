@@ -52,9 +52,11 @@ class CellClient:
         """Training → rollout; returns the version that is served."""
         return int((await self._call("POST", "serve", json={})).json()["version"])
 
-    async def begin(self, step: int, epoch: int) -> None:
-        """Nothing accumulated; micro-steps of `epoch` count from now on."""
-        await self._call("POST", "begin", json={"step": step, "epoch": epoch})
+    async def begin(self, step: int, epoch: int, *, keep: bool = False) -> None:
+        """Micro-steps of `epoch` count from now on; nothing is accumulated, or with `keep` what there is
+        stays.
+        """
+        await self._call("POST", "begin", json={"step": step, "epoch": epoch, "keep": keep})
 
     async def micro(self, micro: int, epoch: int, plan: bytes) -> MicroStepResult:
         """One forward-backward of a plan (`plan_to_bytes`)."""
@@ -85,9 +87,10 @@ class CellClient:
         answer = await self._call("POST", "add", params=params, content=manifest.to_bytes(), timeout=self._long_s)
         return int(answer.json()["bytes"])
 
-    async def step(self, num_executions: int) -> StepResult:
-        """The optimizer step (core only)."""
-        answer = await self._call("POST", "step", json={"num_executions": num_executions}, timeout=self._long_s)
+    async def step(self, num_executions: int, micros: Sequence[int]) -> StepResult:
+        """The optimizer step (core only), refused unless exactly `micros` are in its gradient."""
+        body = {"num_executions": num_executions, "micros": list(micros)}
+        answer = await self._call("POST", "step", json=body, timeout=self._long_s)
         return msgspec.json.decode(answer.content, type=StepResult)
 
     async def save(self, path: Path) -> str:

@@ -4,6 +4,7 @@ the event loop.
 
 from __future__ import annotations
 
+import functools
 import hmac
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -94,7 +95,8 @@ class CellControl:
 
     async def _begin(self, request: Request) -> Response:
         body = await request.json()
-        await self._in_thread(self.replica.begin, body["step"], body["epoch"])
+        begin = functools.partial(self.replica.begin, body["step"], body["epoch"], keep=body["keep"])
+        await self._in_thread(begin)
         return JSONResponse({})
 
     async def _micro(self, request: Request) -> Response:
@@ -131,8 +133,11 @@ class CellControl:
         return JSONResponse({"bytes": nbytes})
 
     async def _step(self, request: Request) -> Response:
+        """In rollout the engine is held still; `serve` lets it go on with the new weights."""
         body = await request.json()
-        result = await self._in_thread(self.replica.optimizer_step, body["num_executions"])
+        if self.role == "rollout":
+            await self.engine.freeze()
+        result = await self._in_thread(self.replica.optimizer_step, body["num_executions"], body["micros"])
         return Response(msgspec.json.encode(result), media_type="application/json")
 
     async def _save(self, request: Request) -> Response:

@@ -62,10 +62,14 @@ class Replica:
 
     # -- the step
 
-    def begin(self, step: int, epoch: int) -> None:
-        """Start (or start again) with nothing accumulated. Raises CellError when the weights are of another
-        version.
+    def begin(self, step: int, epoch: int, *, keep: bool = False) -> None:
+        """Start with nothing accumulated; with `keep`, go on with what this step has accumulated already (the
+        core
+        was away in rollout). Raises CellError when the weights are of another version.
         """
+        if keep and self.step == step and not self._frozen:
+            self.epoch = epoch
+            return
         if self._held != step:
             raise CellError(f"step {step} trains version {step}, but this cell holds version {self._held}")
         self._gradient_publisher.withdraw()
@@ -149,10 +153,13 @@ class Replica:
             for buffer in self.trainer.named_grads()
         ]
 
-    def optimizer_step(self, num_executions: int) -> StepResult:
+    def optimizer_step(self, num_executions: int, micros: Iterable[int]) -> StepResult:
         """Sum (with `exact_sum`: micro-step by micro-step, in order), then the trainer's own step. Readers
-        are shut out first.
+        are shut
+        out first. Raises CellError unless exactly `micros` are in the gradient, each once.
         """
+        if sorted(micros) != sorted(self._done):
+            raise CellError(f"the core's gradient holds micro-steps {sorted(self._done)}, not {sorted(micros)}")
         self._weight_publisher.withdraw()
         if self.exact_sum:
             self.trainer.zero_grad()

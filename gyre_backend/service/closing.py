@@ -68,7 +68,7 @@ async def _optimizer_step(run: RunState, step: OpenStep) -> StepResult:
     core = run.fleet.core
     executions = sum(group.num_executions for group in step.groups.values())
     try:
-        result = await core.ask().step(executions)
+        result = await core.ask().step(executions, sorted(step.book.owners()))
     except CellRefused as error:
         raise TrainingError(f"step {step.step} can't be taken: {error}") from error
     core.version = result.version

@@ -53,6 +53,7 @@ class OpenStep:
         self._refusals: dict[int, int] = {}
         self._changed = asyncio.Event()
         self._joining: dict[str, asyncio.Lock] = {}
+        self._core_began = False
         self.failure: TrainingError | None = None
 
     # -- the queue
@@ -113,7 +114,8 @@ class OpenStep:
                 report.seconds,
             )
         epoch = self.book.join(cell.name)
-        await client.begin(self.step, epoch)
+        await client.begin(self.step, epoch, keep=cell is self._fleet.core and self._core_began)
+        self._core_began = self._core_began or cell is self._fleet.core
         self._epochs[cell.name] = epoch
         self._loops[cell.name] = asyncio.create_task(self._work(cell, epoch), name=f"micro-{cell.name}")
 

@@ -57,7 +57,7 @@ def run_steps(cells: Sequence[Replica], owners: Sequence[Sequence[int]], plans: 
             mine = [number for number, owner in enumerate(row) if owner == index]
             if mine:
                 cells[0].add_gradients(cell.publish_gradients(1, mine), mine)
-        cells[0].optimizer_step(8)
+        cells[0].optimizer_step(8, range(len(row)))
     return losses
 
 
@@ -131,6 +131,21 @@ def test_epochs_fence_off_what_is_late(make_replica: Make) -> None:
     assert all(not b.tensor.any() for b in cell.trainer.named_grads())
 
 
+def test_the_core_keeps_its_gradient_over_a_visit_to_rollout(make_replica: Make) -> None:
+    straight, visiting = make_replica("a"), make_replica("b")
+    for core in (straight, visiting):
+        core.begin(0, 1)
+        core.micro(0, 1, random_plan(0))
+    visiting.begin(0, 2, keep=True)
+    straight.micro(1, 1, random_plan(1))
+    visiting.micro(1, 2, random_plan(1))
+    with pytest.raises(CellError, match="holds micro-steps"):
+        visiting.optimizer_step(4, [0])
+    for core in (straight, visiting):
+        core.optimizer_step(4, [0, 1])
+    assert straight.publish_weights().digest == visiting.publish_weights().digest
+
+
 def test_failed_pull_leaves_no_version(make_replica: Make) -> None:
     core, satellite = make_replica("core"), make_replica("satellite")
     manifest = core.publish_weights()
@@ -158,5 +173,5 @@ def test_checkpoint_resumes_exactly(make_replica: Make, tmp_path: Path) -> None:
     for cell in (first, second):
         cell.begin(1, 1)
         cell.micro(0, 1, plans[0])
-        cell.optimizer_step(4)
+        cell.optimizer_step(4, [0])
     assert first.publish_weights().digest == second.publish_weights().digest
