@@ -153,8 +153,9 @@ class Messages(Speaker):
     def read(self, data: dict[str, Any]) -> Heard:
         # As Claude Code does: keys of arguments in the schema's order, cache_control off older messages.
         for message in self.history:
-            for block in message["content"]:
-                block.pop("cache_control", None)
+            if isinstance(message["content"], list):
+                for block in message["content"]:
+                    block.pop("cache_control", None)
         content = [
             {**b, "input": {k: b["input"][k] for k in ("command", "a", "b") if k in b["input"]}}
             if b["type"] == "tool_use"
