@@ -128,7 +128,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "gyre": {
         "max_staleness": 1,
         "in_flight_extra": None,
-        "readiness": 0.5,
+        "readiness": 0.1,
         "hold_s": 0.0,
         "backlog_s": None,
         "starve_s": None,

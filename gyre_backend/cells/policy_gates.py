@@ -40,6 +40,8 @@ def pressure(state: SchedulerState, config: PolicyConfig) -> float:
 
 def enough_ready(state: SchedulerState, config: PolicyConfig) -> bool:
     """The readiness of the core: phi * mu * B groups, or all the burst still needs."""
+    if state.phase is Phase.OPEN and step_is_full(state, config):
+        return True  # nothing more will come: the step can only be finished
     # A step with reserved places takes only `fits`; otherwise later steps of the burst take what this one has
     # no room for.
     room = config.groups_per_step - len(state.members)

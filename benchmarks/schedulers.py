@@ -1,0 +1,181 @@
+"""Step time of every scheduler over a sweep of workloads: `gyre` as shipped against rivals tuned at each
+point.
+
+    python -m benchmarks.schedulers [--quick] [--json FILE] [--jobs N]
+
+Each row is one sweep point at one staleness budget S (no group trains more than S versions after its
+dispatch, in any mode). `gyre` runs its preset untouched. Each rival (`paper`, `step-switch`, `async`,
+`colocate`) is tuned at the point: its whole grid on one seed, the three best again on all seeds, longer. Rivals count
+only while their time-out share is at most `gyre`'s plus one point: a pool that pauses executions looks fast
+because their clocks run on and less work gets done (`fastest_any` shows what dropping that condition would
+give).
+
+step_h_*             mean hours per step, after the warm-up, over seeds
+gyre_over_best_rival gyre's step time over the best allowed rival's (`gyre_over_*`: over one mode's)
+timeouts_*           share of executions cut at the time limit
+idle_*               share of cell-time in training without work or between roles
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre_backend.sim.costs import Costs
+from gyre_backend.sim.scenario import Scenario, train_share_costs
+from gyre_backend.sim.tuning import RIVALS, best, candidates, summarize
+from gyre_backend.sim.workload import LogNormal, Mixture, Workload
+
+HOUR = 3600.0
+SEARCH_STEPS = 16
+"""Length of the runs that rank a grid; the finalists run in full."""
+SLACK = 0.01
+"""A rival's time-out share may exceed gyre's by this much."""
+
+WORKLOADS: dict[str, tuple[Workload, float, float]] = {
+    # name: (distribution, time limit s, tool share)
+    "2.4T": (LogNormal(4.853 * HOUR, 0.686), 8 * HOUR, 0.3),
+    "122B": (LogNormal(1.2 * HOUR, 0.92), 8 * HOUR, 0.4),
+    "narrow": (LogNormal(2 * HOUR, 0.3), 8 * HOUR, 0.3),
+    "heavy": (LogNormal(1 * HOUR, 1.2), 8 * HOUR, 0.3),
+    "mixture": (Mixture(((0.8, LogNormal(0.5 * HOUR, 0.5)), (0.2, LogNormal(4 * HOUR, 0.5)))), 8 * HOUR, 0.4),
+    "minutes": (LogNormal(300, 0.9), 2400, 0.5),
+}
+
+
+def points(quick: bool) -> list[dict[str, Any]]:
+    """The sweep: workload x training share x S, and one variation at a time of batch, cells and switch
+    cost."""
+    base = {"share": 0.2, "S": 1, "B": 32, "cells": 8, "switch": 1.0}
+    if quick:
+        return [{**base, "workload": name} for name in ("2.4T", "122B", "mixture")]
+    out = [
+        {**base, "workload": name, "share": share, "S": stale}
+        for name in WORKLOADS
+        for share, stale in ((0.2, 0), (0.1, 1), (0.3, 1), (0.2, 3))
+    ]
+    for name in ("2.4T", "122B", "heavy", "mixture"):
+        out.append({**base, "workload": name, "B": 64})
+        out.append({**base, "workload": name, "cells": 4, "B": 16})
+        out.append({**base, "workload": name, "switch": 20.0})
+    return out
+
+
+def scenario(point: dict[str, Any], quick: bool) -> Scenario:
+    """The point's scenario."""
+    workload, timeout, tools = WORKLOADS[point["workload"]]
+    costs = Costs(tool_share=tools)
+    costs = msgspec.structs.replace(
+        costs,
+        to_training_s=costs.to_training_s * point["switch"],
+        to_rollout_s=costs.to_rollout_s * point["switch"],
+        step_s=5.0 if point["workload"] == "minutes" else costs.step_s,
+    )
+    return Scenario(
+        workload=workload,
+        costs=train_share_costs(costs, point["share"]),
+        cells=point["cells"],
+        groups_per_step=point["B"],
+        timeout_s=timeout,
+        steps=16 if quick else 28,
+        seeds=2 if quick else 3,
+    )
+
+
+def measure(job: tuple[dict[str, Any], bool]) -> dict[str, Any]:
+    """One row."""
+    point, quick = job
+    where = scenario(point, quick)
+    stale = point["S"]
+    ours = summarize(where, where.policy("gyre", max_staleness=stale))
+    row: dict[str, Any] = {**point, "step_h_gyre": ours.step_s / HOUR, "timeouts_gyre": ours.timeout_share}
+    row |= {"idle_gyre": ours.idle_share, "staleness_gyre": ours.staleness}
+    fastest_any = float("inf")
+    over: dict[str, float] = {}
+    for mode in RIVALS:
+        ranked = candidates(where, mode, stale, steps=SEARCH_STEPS)
+        if ranked:
+            fastest_any = min(fastest_any, ranked[0].step_s)
+        theirs = best(where, ranked, ours.timeout_share + SLACK)
+        if theirs is None:
+            continue
+        over[mode] = ours.step_s / theirs.step_s
+        row |= {f"step_h_{mode}": theirs.step_s / HOUR, f"timeouts_{mode}": theirs.timeout_share}
+        row |= {f"gyre_over_{mode}": over[mode], f"idle_{mode}": theirs.idle_share}
+        row[f"tuned_{mode}"] = {k: v for k, v in theirs.options.items() if k != "max_staleness"}
+    row["best_rival"] = max(over, key=lambda mode: over[mode])
+    row["gyre_over_best_rival"] = over[row["best_rival"]]
+    row["gyre_over_best_but_paper"] = max((r for m, r in over.items() if m != "paper"), default=float("nan"))
+    row["fastest_any_h"] = fastest_any / HOUR
+    return row
+
+
+def aggregate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The aims, over all rows."""
+
+    def of(key: str) -> dict[str, float]:
+        ratios = sorted(r[key] for r in rows)
+        return {
+            "median": statistics.median(ratios),
+            "worst": ratios[-1],
+            "best": ratios[0],
+            "at_most_1": sum(r <= 1.0 for r in ratios) / len(ratios),
+            "at_most_1.01": sum(r <= 1.01 for r in ratios) / len(ratios),
+        }
+
+    modes = {
+        f"gyre_over_{m}": statistics.median(r[f"gyre_over_{m}"] for r in rows if f"gyre_over_{m}" in r) for m in RIVALS
+    }
+    return {
+        "gyre_over_best_rival": of("gyre_over_best_rival"),
+        "gyre_over_best_but_paper": of("gyre_over_best_but_paper"),
+        "median_by_rival": modes,
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    """One line."""
+    head = f"{row['workload']:8} train {row['share']:.1f} S {row['S']} B {row['B']:3} K {row['cells']:2} x{row['switch']:<4g}"
+    cells = [f"gyre {row['step_h_gyre']:6.3f} h {row['timeouts_gyre']:.3f}"]
+    cells += [f"{m} {row[f'step_h_{m}']:6.3f}" for m in RIVALS if f"step_h_{m}" in row]
+    return f"{head}  {'  '.join(cells)}  ratio {row['gyre_over_best_rival']:.3f} ({row['best_rival']})"
+
+
+def main() -> None:
+    """Run the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three points, fewer seeds")
+    parser.add_argument("--json", type=Path, help="write {meta, rows}")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    args = parser.parse_args()
+    begun = time.time()
+    jobs = [(point, args.quick) for point in points(args.quick)]
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for row in pool.imap(measure, jobs):
+            rows.append(row)
+            print(show(row), flush=True)
+    total = aggregate(rows)
+    print(json.dumps(total, indent=2))
+    if args.json:
+        meta = {
+            "benchmark": "schedulers",
+            "basis": "simulated; assumptions in gyre_backend/sim/costs.py and docs/forecast.md",
+            "python": platform.python_version(),
+            "seconds": round(time.time() - begun, 1),
+            "timeout_slack": SLACK,
+            **total,
+        }
+        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
