@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | the agent ended, in time | yes | yes | - | |
 | the agent ran into its deadline, or its harness ended with an error | yes (what the workspace holds) | yes | agent | |
+| the agent left a sandbox in which no command runs any more (`rm -rf /`) | as 0 | yes | agent | |
 | the verifier gave a reward of 0 | yes | yes | - | |
 | the verifier timed out, or left no usable reward | yes | no | verifier | the verifier, within the budget |
 | the sandbox broke | - | no | environment | the execution, if the runner wants |
@@ -126,7 +127,7 @@ async def grade_step(
                 problems.append(str(error))
                 continue
             spent = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
-            return StepGrade(step.name, done.rewards, done.metrics | spent)
+            return StepGrade(step.name, done.rewards, done.metrics | spent, done.message)
         metrics = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
         return StepGrade(step.name, None, metrics, f"no reward from the verifier: {problems[-1]}")
 
@@ -142,5 +143,7 @@ def combine(task: Task, grades: list[StepGrade], *, status: Status, message: str
         return Outcome(status=status, failure="verifier", message=failed.message, metrics=metrics)
     values = [done.reward or 0.0 for done in grades] + [0.0] * (len(task.steps) - len(grades))
     reward = values[-1] if task.reward_strategy == "final" else sum(values) / len(values)
-    culprit = "agent" if status in ("timeout", "harness_error") else None
+    message = message or next((done.message for done in grades if done.message), "")
+    broke = any("sandbox_broken" in done.metrics for done in grades)
+    culprit = "agent" if status in ("timeout", "harness_error") or broke else None
     return Outcome(status=status, reward=reward, valid=True, failure=culprit, message=message, metrics=metrics)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ TESTS, LOGS, ARTIFACTS = "/tests", "/logs/verifier", "/logs/artifacts"
 _OUTPUT = "test-stdout.txt"
 _LIMIT_MB = 256
 _COLLECT_S = 120.0
+_USABLE = 'f=$(mktemp) && echo x > "$f" && grep -q x "$f" && cat "$f" > /dev/null && rm -f "$f" && ls / > /dev/null'
 
 
 class VerifierFailed(Exception):
@@ -29,6 +30,7 @@ class Verified:
 
     rewards: dict[str, float]
     metrics: dict[str, float]
+    message: str = ""
 
 
 async def verify(task: Task, step: Step, sandbox: Sandbox, kept: Path, timeout_s: float) -> Verified:
@@ -38,6 +40,9 @@ async def verify(task: Task, step: Step, sandbox: Sandbox, kept: Path, timeout_s
     hidden = sandbox.capabilities.private_mounts
     services = await sandbox.kill_all(keep_listening=hidden)
     planted = await sandbox.scrub()
+    broken = await _broken(sandbox)
+    if broken:
+        return Verified({"reward": 0.0}, {"sandbox_broken": 1.0}, broken)
     verified = await _run(step, sandbox, kept, timeout_s)
     if services:
         verified.metrics["services"] = float(len(services))
@@ -45,6 +50,14 @@ async def verify(task: Task, step: Step, sandbox: Sandbox, kept: Path, timeout_s
         verified.metrics["scrubbed"] = float(len(planted))
         (kept / "scrubbed.txt").write_text("\n".join(planted) + "\n")
     return verified
+
+
+async def _broken(sandbox: Sandbox) -> str:
+    """Why no verifier could run here any more, after the agent; empty when one can. It started well, so it is the agent's doing."""
+    result = await sandbox.exec(_USABLE, cwd="/", timeout=_COLLECT_S, user="root", env={"PATH": DEFAULT_PATH})
+    if result.rc == 0:
+        return ""
+    return f"the agent broke its sandbox: {(result.stderr or result.stdout).strip()[-200:] or 'the simplest command fails in it'}"
 
 
 async def _verify_apart(task: Task, step: Step, sandbox: Sandbox, kept: Path, timeout_s: float) -> Verified:

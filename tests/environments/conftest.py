@@ -11,6 +11,7 @@ import pytest
 
 from gyre_sdk.environments.sandbox import Limits, Sandbox, SandboxSpec, choose
 
+collect_ignore = ["fixtures"]
 SMALL = Limits(memory_mb=512, pids=128, disk_mb=64)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 Maker = Callable[..., Awaitable[Sandbox]]

@@ -22,7 +22,7 @@ async def play(
 ) -> Outcome:
     """Run `task` (or the fixture of that name): `agent` is ORACLE, NOP or a shell command run in each step."""
     task = load_task(HARBOR / task) if isinstance(task, str) else task
-    sandbox = make_sandbox(task, backend=backend)
+    sandbox = make_sandbox(task, backend=backend, limits=limits)
 
     async def run_agent(step: Task) -> tuple[Status, str]:
         if agent == ORACLE:

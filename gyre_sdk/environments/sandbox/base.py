@@ -108,7 +108,7 @@ PRIVATE = "private:"
 @dataclass(frozen=True, slots=True)
 class PrivateMount:
     """Something shown at `target` only to one command and its children: the private folder called `name`, writable (it counts to the
-    disk limit), or a folder or file of this machine (`source`), read-only."""
+    memory limit), or a folder or file of this machine (`source`), read-only."""
 
     target: str
     name: str = ""
@@ -179,7 +179,8 @@ class Sandbox(Protocol):
         ...
 
     async def scrub(self) -> list[str]:
-        """Remove what was planted inside to take over a verifier's interpreter or package installer; tells the paths.
+        """Get ready to verify: remove what was planted inside to take over a verifier's interpreter or package installer (its paths
+        are returned), and give back the room that was kept in reserve.
 
         Nothing where the backend can't tell what was added since the start.
         """

@@ -13,6 +13,8 @@ from pathlib import Path
 from gyre_sdk.environments.sandbox.journal import home
 
 _MOST_MB = 1 << 20
+_BALLAST_MB = 32
+"""As in the keeper: room that is given back when the sandbox is graded."""
 
 
 async def scratch(folder: Path, disk_mb: int | None) -> dict[str, str | int]:
@@ -27,7 +29,7 @@ def _scratch(folder: Path, disk_mb: int) -> dict[str, str | int]:
         image = folder / "disk.img"
         _copy_sparse(_template(disk_mb), image)
         return {"disk_image": str(image)}
-    return {"disk_tmpfs_mb": disk_mb}
+    return {"disk_tmpfs_mb": disk_mb + _BALLAST_MB}
 
 
 @cache
@@ -56,12 +58,12 @@ def _template(disk_mb: int) -> Path:
     """An empty ext4 image, sparse, made once per size. Its size is the limit and what ext4 itself needs."""
     images = home() / "images"
     images.mkdir(mode=0o700, exist_ok=True)
-    final = images / f"ext4-{disk_mb}.img"
+    final = images / f"ext4-{disk_mb}-b{_BALLAST_MB}.img"
     if final.exists():
         return final
     making = images / f".ext4-{disk_mb}-{os.getpid()}.img"
     with making.open("wb") as file:
-        file.truncate((disk_mb + max(8, disk_mb // 32)) << 20)
+        file.truncate((disk_mb + _BALLAST_MB + max(8, disk_mb // 32)) << 20)
     options = ["-b", "4096", "-O", "^has_journal", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"]
     subprocess.run(["mkfs.ext4", "-q", "-F", *options, str(making)], check=True, capture_output=True, timeout=120)
     making.rename(final)

@@ -31,7 +31,7 @@ _SYSTEM = frozenset(
     ]
 )
 """Top-level names that are part of an operating system. Everything else belongs to people or data, and is hidden."""
-_EMPTIED = {"root": 0o700, "home": 0o755, "tmp": 0o1777, "run": 0o755, "mnt": 0o755, "media": 0o755, "srv": 0o755, "var/tmp": 0o1777,
+_EMPTIED = {"root": 0o711, "home": 0o755, "tmp": 0o1777, "run": 0o755, "mnt": 0o755, "media": 0o755, "srv": 0o755, "var/tmp": 0o1777,
             "var/mail": 0o2775, "var/spool/cron": 0o755, "var/log": 0o755, "var/backups": 0o755}  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class Box:
             for name, source, target in message.get("private", ())
         ]
         if message["what"] == "scrub":
+            (self.folder / "scratch" / "ballast").unlink(missing_ok=True)
             message = {**message, "upper": str(self.folder / "scratch" / "upper"), "base": self.base}
         for key in ("target", "source"):
             if str(message.get(key, "")).startswith("private:"):
@@ -128,10 +129,10 @@ class Box:
         self._reply(message["id"], started=pid)
 
     def _private(self, name: str) -> Path:
-        """A folder beside the sandbox's own top layer, on the same limited disk, that nothing inside sees."""
+        """A folder in memory, of limited size, that nothing inside sees. What a command writes there counts to the memory limit."""
         if not name.isidentifier():
             raise ValueError(f"bad private name {name!r}")
-        path = self.folder / "scratch" / "private" / name
+        path = self.folder / "private" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 

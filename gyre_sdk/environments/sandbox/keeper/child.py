@@ -66,7 +66,7 @@ def run_child(
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setsid()
-        if message["what"] != "listen":
+        if message["what"] in ("exec", "put") and not message.get("outside"):
             cgroups.join(groups)
         planted = scrub.find(message["upper"], message["base"]) if message["what"] == "scrub" else []
         if not message.get("outside"):

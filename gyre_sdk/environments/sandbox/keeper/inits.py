@@ -16,6 +16,10 @@ from . import cgroups, kernel
 from .loop import mount_image
 
 _START_PATIENCE_S = 20.0
+_SHM_MB = 64
+_PRIVATE_MB = 1024
+_BALLAST_MB = 32
+"""Room kept free of the sandbox's own doing, given back when it is graded: a full disk must not break the verifier."""
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 _PROC_HIDDEN = ("kcore", "keys", "timer_list", "timer_stats", "latency_stats", "sched_debug")
@@ -68,6 +72,12 @@ def mount_root(folder: Path, message: dict[str, Any]) -> str:
         mount_image(message["disk_image"], scratch)
     elif message.get("disk_tmpfs_mb"):
         kernel.mount("tmpfs", str(scratch), "tmpfs", kernel.MS_NODEV, f"size={message['disk_tmpfs_mb']}m")
+    if message.get("disk_image") or message.get("disk_tmpfs_mb"):
+        with open(scratch / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _BALLAST_MB << 20)
+    private = folder / "private"
+    private.mkdir(exist_ok=True)
+    kernel.mount("tmpfs", str(private), "tmpfs", kernel.MS_NODEV | kernel.MS_NOSUID, f"size={_PRIVATE_MB}m,mode=755")
     upper, work, root = scratch / "upper", scratch / "work", folder / "root"
     for path in (upper, work, root):
         path.mkdir(exist_ok=True)
@@ -176,7 +186,7 @@ def _start_bwrap(root: str, network: str, groups: list[str]) -> Init:
         "--unshare-ipc",
         "--unshare-uts",
     ]
-    argv += ["--perms", "1777", "--tmpfs", "/dev/shm"]
+    argv += ["--perms", "1777", "--size", str(_SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for name in (
         _PROC_READ_ONLY
     ):  # bubblewrap leaves /proc/sys writable for root: it asks access(2), which says no for that folder
@@ -288,11 +298,16 @@ def _furnish(root: str) -> None:
         kernel.bind(f"/dev/{name}", str(base / "dev" / name))
     for name, mode in (("shm", 0o1777), ("pts", 0o755)):
         (base / "dev" / name).mkdir(mode=mode)
-    kernel.mount("tmpfs", str(base / "dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+    kernel.mount(
+        "tmpfs", str(base / "dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=1777,size={_SHM_MB}m"
+    )
     kernel.mount("devpts", str(base / "dev/pts"), "devpts", kernel.MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
     (base / "dev/ptmx").symlink_to("pts/ptmx")
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         (base / "dev" / name).symlink_to(target)
+    kernel.mount(
+        "none", str(base / "dev"), "none", kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
+    )
     for name in _PROC_READ_ONLY:
         if (base / "proc" / name).exists():
             kernel.bind(str(base / "proc" / name), str(base / "proc" / name), read_only=True)
