@@ -51,6 +51,10 @@ class BranchGraph:
 
     # -- the fold ------------------------------------------------------------------------------------------
 
+    def check(self, record: Record) -> None:
+        """Raises GraphError when `apply` would; changes nothing. Writers call it before they write."""
+        folding.check(self, record)
+
     def apply(self, record: Record) -> None:
         """Take one record. Raises GraphError, changing nothing, when it does not fit what was applied
         before.

@@ -17,6 +17,7 @@ Marks (`Intent.marks`) that are understood; the dialects fill them from headers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ MIN_PROMPT_CHARS = 12
 """A shorter tool argument is not taken for a subagent's prompt."""
 MIN_SUMMARY_CHARS = 40
 """A shorter reply is not taken for a summary when it reappears, unless it was asked for as one."""
+SEARCHED_CALLS = 200
+"""How many of the latest replies a new context is searched for: a bound on the work per call."""
 AUXILIARY_KINDS = ("title", "classifier", "probe")
 
 
@@ -399,10 +402,14 @@ class Lineage:
         found = [n for n, known in self._calls.items() if known.done and (thread is None or known.thread is thread)]
         return max(found, default=None)
 
+    def _latest(self) -> list[int]:
+        """The latest calls, newest first. Calls are entered in the order of their numbers."""
+        return list(itertools.islice(reversed(self._calls), SEARCHED_CALLS))
+
     def _asking(self, facts: CallFacts, thread: _Thread | None) -> int | None:
         """The latest reply with a tool call whose argument is in the first user message."""
         told = haystack([facts.first_user])
-        for number in sorted(self._calls, reverse=True):
+        for number in self._latest():
             known = self._calls[number]
             if not known.done or (thread is not None and known.thread is not thread):
                 continue
@@ -413,7 +420,7 @@ class Lineage:
     def _summary_in(self, facts: CallFacts, thread: _Thread) -> int | None:
         """The latest reply of the thread whose text stands in a user message of this new context."""
         told = haystack(facts.new_users)
-        for number in sorted(self._calls, reverse=True):
+        for number in self._latest():
             known = self._calls[number]
             if known.thread is not thread or not known.done or not known.text:
                 continue

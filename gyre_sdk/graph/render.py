@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+MAX_DEPTH = 24
+"""Levels of indentation."""
 STYLES = {
     "main": "bold green",
     "main-summary": "green",
@@ -108,11 +110,16 @@ def tree(graph: BranchGraph) -> Tree:
     from rich.tree import Tree
 
     root = Tree(Text("contexts", style="dim"), guide_style="dim")
-    todo: list[tuple[Tree, Segment]] = [(root, segment) for segment in reversed(segments(graph))]
+    todo: list[tuple[Tree, Segment, int]] = [(root, segment, 0) for segment in reversed(segments(graph))]
     while todo:
-        parent, segment = todo.pop()
-        branch = parent.add(segment_line(graph, segment))
-        todo.extend((branch, child) for child in reversed(segment.children))
+        parent, segment, depth = todo.pop()
+        line = segment_line(graph, segment)
+        if depth > MAX_DEPTH:
+            line = Text(f"(level {depth}) ", style="dim").append_text(line)
+        branch = parent.add(line)
+        # Deeper levels stay where they are: an indentation of hundreds of columns helps nobody.
+        home = branch if depth < MAX_DEPTH else parent
+        todo.extend((home, child, depth + 1) for child in reversed(segment.children))
     failed = [call for call in graph.calls.values() if call.state != "done"]
     for call in sorted(failed, key=lambda c: c.number)[:50]:
         root.add(Text(f"call {call.number} {call.state} {clean(call.error)}", style="red"))

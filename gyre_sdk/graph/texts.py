@@ -31,7 +31,9 @@ SUMMARY_INSTRUCTIONS = (
 
 
 def asks_for_summary(text: str) -> bool:
-    """Whether a known harness asks for a summary in this text. Plain searches: a regex costs 50 times as much here."""
+    """Whether a known harness asks for a summary in this text. Plain searches: a regex costs 50 times as much
+    here.
+    """
     lowered = text.lower()
     return any(words in lowered for words in SUMMARY_INSTRUCTIONS)
 

@@ -14,7 +14,7 @@ from gyre_sdk.errors import GraphError
 from gyre_sdk.graph import ROLES, BranchGraph
 from gyre_sdk.graph.checks import check_invariants
 from gyre_sdk.wire import decode, encode
-from gyre_sdk.wire.records import Intent, Opened, Record, Result, Sealed
+from gyre_sdk.wire.records import Delivered, Intent, Link, Opened, Record, Result, Sealed, Span
 from tests.graph.programs import Harness, Step, programs
 
 
@@ -68,6 +68,31 @@ def test_forest_and_acyclic(program: list[Step]) -> None:
     tree.add_edges_from((a, b) for a, b, kind in whole.edges(data="kind") if kind == "continues")
     assert len(tree) == 0 or nx.is_branching(tree)
     assert nx.is_directed_acyclic_graph(whole)
+
+
+@given(programs)
+def test_every_link_is_an_edge_to_the_first_new_token(program: list[Step]) -> None:
+    harness = Harness().run(program)
+    graph, truth = harness.graph, harness.truth
+    edges = graph.to_networkx().edges
+    for link in graph.links():
+        if link.source in truth.failed or link.target in truth.failed:
+            continue
+        path = graph.path_nodes(link.target)
+        own = [node for node in path if node.owner == link.target]
+        if not own:
+            assert not truth.outputs[link.target]
+            continue
+        call = graph.calls[link.target]
+        assert call.base_len <= own[0].start <= len(truth.prompts[link.target])
+        source = graph.calls[link.source].last
+        if link.kind == "rerenders":
+            shared = {node.id for node in path}
+            source = next((n for n in graph.path_nodes(link.source) if n.id not in shared), source)
+        assert source is not None
+        facts = edges[source.id, own[0].id]
+        kinds = {facts["kind"], *(also["kind"] for also in facts.get("also", ()))}
+        assert link.kind in kinds
 
 
 @given(programs)
@@ -164,7 +189,10 @@ def test_a_bad_record_changes_nothing(program: list[Step]) -> None:
     harness = Harness()
     for step in program:
         harness.step(step)
-    graph, before = harness.graph, harness.graph.digest()
+    graph = harness.graph
+    graph.apply(Intent(call=500, at=1.0, dialect="chat", delta=b"\0\0\0\0"))
+    before = graph.digest()
+    one = b"\0\0\0\0"
     bad: list[Record] = [
         Opened(execution="x", at=0.0),
         Intent(call=0, at=1.0, dialect="chat"),
@@ -172,7 +200,13 @@ def test_a_bad_record_changes_nothing(program: list[Step]) -> None:
         Intent(call=999, at=1.0, dialect="chat", base_len=1),
         Intent(call=999, at=1.0, dialect="chat", delta=b"abc"),
         Result(call=999, at=1.0, ids=b"", logprobs=b"", versions=(), finish="stop"),
-        Result(call=0, at=1.0, ids=b"\0\0\0\0", logprobs=b"", versions=(), finish="stop"),
+        Result(call=500, at=1.0, ids=one, logprobs=b"", versions=(Span(0, 0, 1),), finish="stop"),
+        Result(call=500, at=1.0, ids=one, logprobs=one, versions=(), finish="stop"),
+        Result(call=500, at=1.0, ids=one, logprobs=one, versions=(Span(0, 0, 2),), finish="stop"),
+        Result(call=500, at=1.0, ids=b"abc", logprobs=b"abc", versions=(), finish="stop"),
+        Link(kind="forks", source=500, target=0, at=1.0),
+        Link(kind="forks", source=0, target=777, at=1.0),
+        Delivered(call=777, at=1.0, complete=True),
     ]
     for record in bad:
         with pytest.raises(GraphError):
