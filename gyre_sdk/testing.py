@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from gyre_sdk.capture.model import ChatRenderer, Reply, Tool, ToolCall
 from gyre_sdk.errors import EngineError, EngineGoneError
-from gyre_sdk.sampling import Chunk, Completion, GenerateRequest, ModelInfo
+from gyre_sdk.sampling import Chunk, Completion, GenerateRequest, ModelInfo, Sampling
 from gyre_sdk.wire.records import Finish, Span
 
 CHATML = (
@@ -283,3 +284,119 @@ class ScriptedEngine:
             context_length=self.context_length,
             weight_version=self.version,
         )
+
+
+class ScriptedServer:
+    """A scripted engine behind SGLang's HTTP contract, on loopback.
+
+    `/generate` (streamed or not), `/abort_request`, `/model_info`, `/server_info`, `/health`, `/ready`. Faults of the
+    script show as they would on the wire: status 429 or 500, a stream that is cut, a reply aborted half-way.
+    """
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+
+    def app(self) -> Any:
+        """The Starlette app."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/generate", self._generate, methods=["POST"]),
+                Route("/abort_request", self._abort, methods=["POST"]),
+                Route("/model_info", self._model_info),
+                Route("/server_info", self._model_info),
+                Route("/health", self._alive),
+                Route("/ready", self._alive),
+            ]
+        )
+
+    async def _alive(self, request: Any) -> Any:
+        from starlette.responses import Response
+
+        return Response(status_code=200)
+
+    async def _model_info(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        info = await self.engine.model_info()
+        return JSONResponse(
+            {
+                "model_path": info.model,
+                "vocab_size": info.vocab_size,
+                "context_length": info.context_length,
+                "weight_version": str(info.weight_version),
+            }
+        )
+
+    async def _abort(self, request: Any) -> Any:
+        from starlette.responses import Response
+
+        await self.engine.abort((await request.json())["rid"])
+        return Response(status_code=200)
+
+    async def _generate(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        body = await request.json()
+        params = body["sampling_params"]
+        asked = GenerateRequest(
+            rid=body["rid"],
+            input_ids=np.asarray(body["input_ids"], np.int32),
+            sampling=Sampling(max_new_tokens=params["max_new_tokens"], temperature=params.get("temperature", 1.0)),
+            session=body.get("session_id", ""),
+        )
+        events = self.engine.generate(asked)
+        try:
+            first = await anext(events)
+        except EngineError as error:
+            message = {"error": {"message": str(error), "code": error.status or 500}}
+            return JSONResponse(message, status_code=error.status or 500)
+        stream = self._events(first, events, asked, streamed=bool(body.get("stream")))
+        if body.get("stream"):
+            return StreamingResponse(stream, media_type="text/event-stream")
+        replies = [json.loads(event[6:]) async for event in stream if not event.startswith("data: [DONE]")]
+        return JSONResponse(replies[-1])
+
+    async def _events(
+        self,
+        first: Chunk | Completion,
+        rest: AsyncIterator[Chunk | Completion],
+        asked: GenerateRequest,
+        *,
+        streamed: bool,
+    ) -> AsyncIterator[str]:
+        """SSE lines with cumulative ids, as SGLang sends them."""
+        ids: list[int] = []
+        logprobs: list[list[Any]] = []
+        event: Chunk | Completion | None = first
+        while event is not None:
+            meta: dict[str, Any] = {"id": asked.rid, "prompt_tokens": len(asked.input_ids), "cached_tokens": 0}
+            if isinstance(event, Chunk):
+                ids += event.output_ids.tolist()
+                new = zip(event.logprobs.tolist(), event.output_ids.tolist(), strict=True)
+                logprobs += [[logprob, id_, None] for logprob, id_ in new]
+                meta["finish_reason"] = None
+            else:
+                meta["finish_reason"] = {"type": event.finish}
+                meta["weight_versions"] = [
+                    {"version": str(span.version), "start": span.start, "end": span.end} for span in event.versions
+                ]
+            meta |= {
+                "completion_tokens": len(ids),
+                "weight_version": str(self.engine.version),
+                "output_token_logprobs": list(logprobs),
+            }
+            if streamed or isinstance(event, Completion):
+                yield f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta})}\n\n"
+            event = await anext(rest, None)
+        yield "data: [DONE]\n\n"
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve on a free loopback port; yields the URL."""
+        from gyre_sdk.capture.serving import serve_app
+
+        async with serve_app(self.app(), "127.0.0.1", 0) as url:
+            yield url

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -32,6 +29,7 @@ from gyre_sdk.capture.model import ChatRenderer
 from gyre_sdk.capture.recorder import Recorder
 from gyre_sdk.capture.recovery import Recovery
 from gyre_sdk.capture.respond import Client, StreamBrokenError, answer, send_problem
+from gyre_sdk.capture.serving import serve_app
 from gyre_sdk.capture.wal import Flusher, Wal, read_records
 from gyre_sdk.errors import ConfigError, GyreError, RequestError, SealedError, UnauthorizedError
 from gyre_sdk.graph import BranchGraph
@@ -288,36 +286,16 @@ class Gateway:
 
         Raises ConfigError when the port is taken or the address is no loopback one.
         """
-        if host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(f"the gateway listens on loopback only, not on {host}")
-        listener = _listen(host, port)
-        config = uvicorn.Config(
-            self.app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=2**20,
-        )
-        server = _Server(config)
-        task = asyncio.create_task(server._serve([listener]))
-        try:
-            while not server.started:
-                if task.done():
-                    task.result()
-                    raise ConfigError("the gateway's server ended while starting")
-                await asyncio.sleep(0.005)
-            self.base_url = f"http://{host}:{listener.getsockname()[1]}"
-            yield self.base_url
-        finally:
-            server.should_exit = server.force_exit = True
-            for recorder in self._recorders.values():
-                await recorder.stop()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            listener.close()
-            self.base_url = ""
-            await self.aclose()
+        async with serve_app(self.app(), host, port) as url:
+            self.base_url = url
+            try:
+                yield url
+            finally:
+                # Running calls are told before their connections are closed.
+                for recorder in self._recorders.values():
+                    await recorder.stop()
+        self.base_url = ""
+        await self.aclose()
 
 
 class _Endpoint:
@@ -352,25 +330,6 @@ class _Endpoint:
                 await send_problem(client, self.dialect, Problem(500, "internal error", "server"))
         finally:
             client.close()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 def token_of(headers: Mapping[str, str], query: Mapping[str, str]) -> str:
