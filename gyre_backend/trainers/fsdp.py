@@ -37,8 +37,6 @@ class FSDPTrainer(RankedTrainer):
             )
         if config.bounded_memory:
             raise UnsupportedError("bounded_memory: use gradient_checkpointing with the fsdp trainer")
-        if config.ref_model:
-            raise UnsupportedError("ref_model: KL terms against a reference policy need the hf trainer")
         if config.dtype not in DTYPES:
             raise UnsupportedError(f"trainer.dtype = {config.dtype!r}: wanted {', '.join(DTYPES)}")
         hf = AutoConfig.from_pretrained(model_dir, local_files_only=True)

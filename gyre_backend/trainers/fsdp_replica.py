@@ -21,7 +21,7 @@ from gyre_backend.errors import TrainingError
 from gyre_backend.select.paths import TrainPath
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.hf_model import enable_checkpointing, head_of, hidden_states, load_model, precision
-from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, peak_memory
+from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, edges_of, peak_memory
 from gyre_backend.tree.loss import edge_logprobs
 from gyre_backend.tree.plan import TreePlan, build_plan, plan_from_bytes
 
@@ -90,7 +90,13 @@ class Replica:
             enable_checkpointing(model)
         self.model = model
         self.edges = _EdgeModel(model, config.logits_chunk)
-        self._shard()
+        self._shard(self.edges)
+        self.reference: _EdgeModel | None = None
+        if config.ref_model:
+            where = {"dtype": config.dtype, "device": str(self.device), "attention": config.attention}
+            frozen = load_model(Path(config.ref_model), **where).requires_grad_(False)
+            self.reference = _EdgeModel(frozen, config.logits_chunk)
+            self._shard(self.reference)
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
@@ -103,17 +109,17 @@ class Replica:
         )
         self.zero_grad()
 
-    def _shard(self) -> None:
+    def _shard(self, whole: _EdgeModel) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world,))
-        kinds = set(self.model._no_split_modules or ())
-        for module in self.model.modules():
+        kinds = set(whole.model._no_split_modules or ())
+        for module in whole.model.modules():
             if type(module).__name__ in kinds:
                 fully_shard(module, mesh=mesh)
-        fully_shard(self.edges, mesh=mesh, reshard_after_forward=False)
-        for module in self.edges.modules():
+        fully_shard(whole, mesh=mesh, reshard_after_forward=False)
+        for module in whole.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # sums stay sums
 
@@ -141,14 +147,18 @@ class Replica:
         return results
 
     def _one(self, plan: TreePlan, version: int, *, backward: bool, idle: bool) -> Edges:
+        ref_logp = None
+        if self.reference is not None and backward:
+            with torch.no_grad():
+                ref_logp = self.reference(plan)[0]
         logp, entropy = self.edges(plan)
         if backward:
-            batch = EdgeBatch.of(plan, logp, version=version, entropy=entropy)
+            batch = EdgeBatch.of(plan, logp, version=version, entropy=entropy, ref_logp=ref_logp)
             loss = logp.sum() * 0.0 if idle else self.setup.algorithm(batch).loss
             if not torch.isfinite(loss):
                 raise TrainingError(f"the loss of a micro-step of {plan.num_edges} edges is {float(loss)}")
             loss.backward()
-        return Edges(*(t.detach().to("cpu", torch.float64).numpy() for t in (logp, entropy)))
+        return edges_of(logp, entropy, ref_logp)
 
     # --- a step ---
 

@@ -59,8 +59,6 @@ class MegatronOptions:
             raise UnsupportedError("autocast: the megatron trainer uses dtype = 'bfloat16' (with float32 main weights)")
         if config.bounded_memory:
             raise UnsupportedError("bounded_memory: use options.recompute = 'full' with the megatron trainer")
-        if config.ref_model:
-            raise UnsupportedError("ref_model: KL terms against a reference policy need the hf trainer")
         if config.dtype not in DTYPES:
             raise UnsupportedError(f"dtype = {config.dtype!r}: expected one of {', '.join(DTYPES)}")
         return options
@@ -82,12 +80,20 @@ class MegatronTrainer(RankedTrainer):
         if importlib.util.find_spec("megatron") is None:
             raise MissingExtraError("megatron-core", "megatron")
         shape = megatron_layout.Shape.of(hf)
+        ref_shape = None
+        if config.ref_model:
+            ref = AutoConfig.from_pretrained(config.ref_model, local_files_only=True)
+            megatron_layout.refuse(ref, tp=options.tp, pp=options.pp)
+            ref_shape = megatron_layout.Shape.of(ref)
+            if megatron_weights.hf_shapes(ref_shape) != megatron_weights.hf_shapes(shape):
+                raise UnsupportedError(f"ref_model = {config.ref_model}: its tensors are not shaped as the policy's")
         recompute = options.recompute
         if config.gradient_checkpointing and recompute == "none":
             recompute = "full"
         setup = Setup(
             model_dir=str(model_dir),
             shape=shape,
+            ref_shape=ref_shape,
             tp=options.tp,
             pp=options.pp,
             dp=options.dp,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from gyre_backend.errors import UnsupportedError
+from gyre_backend.trainers import hf_model
 from gyre_backend.tree.cost import CostModel
 
 MODEL_TYPES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -63,10 +64,7 @@ def refuse(hf: Any, *, tp: int, pp: int) -> None:
             f"model_type {hf.model_type!r} has no Megatron layout here; supported: {', '.join(MODEL_TYPES)} "
             "(the hf trainer takes any transformers causal LM)"
         )
-    if getattr(hf, "attention_dropout", 0.0):
-        raise UnsupportedError(f"attention_dropout = {hf.attention_dropout}: a tree can't reproduce dropout; set 0")
-    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
-        raise UnsupportedError("use_sliding_window: sliding windows are not supported in tree training")
+    hf_model.refuse(hf)
     if hf.hidden_act != "silu":
         raise UnsupportedError(f"hidden_act = {hf.hidden_act!r}: only silu")
     if getattr(hf, "mlp_bias", False):
@@ -81,13 +79,10 @@ def refuse(hf: Any, *, tp: int, pp: int) -> None:
     ):
         if size % parts:
             raise UnsupportedError(f"{what} = {size} can't be split over {parts} ranks")
-    if hf.model_type == "qwen3_moe":
-        if getattr(hf, "output_router_logits", False):
-            raise UnsupportedError("output_router_logits = true adds the router's aux loss, which counts unique tokens")
-        if tp > 1:
-            raise UnsupportedError(
-                "tp > 1 with experts needs sequence parallelism, which a tree plan doesn't have; use tp = 1"
-            )
+    if hf.model_type == "qwen3_moe" and tp > 1:
+        raise UnsupportedError(
+            "tp > 1 with experts needs sequence parallelism, which a tree plan doesn't have; use tp = 1"
+        )
 
 
 def rotary_frequencies(hf: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ replica, the stages of a pipeline take the plans as micro-batches (1F1B).
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from gyre_backend.trainers import cpu_shims, megatron_weights
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.megatron_layout import Shape, padded_vocab
 from gyre_backend.trainers.ranked import DTYPES
-from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, peak_memory
+from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, edges_of, peak_memory
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
 
 
@@ -33,6 +34,8 @@ class Setup:
 
     model_dir: str
     shape: Shape
+    ref_shape: Shape | None
+    """of `config.ref_model`; must split as `shape` does"""
     tp: int
     pp: int
     dp: int
@@ -143,49 +146,81 @@ class Replica:
                 ),
                 [self.ddp],
             )
+            self.reference = self._reference(geometry) if setup.ref_shape is not None else None
         self.pull(Checkpoint(Path(setup.model_dir)))
         self.zero_grad()
+
+    def _reference(self, geometry: megatron_weights.Geometry) -> Any:
+        """The reference policy, split as the model is, frozen."""
+        from gyre_backend.trainers.megatron_model import build_model
+
+        assert self.setup.ref_shape is not None
+        model, _ = build_model(self.setup.ref_shape, dtype=self.dtype, device=self.setup.config.device)
+        held = megatron_weights.held(model, geometry)
+        megatron_weights.pull(held, Checkpoint(Path(self.setup.config.ref_model)))
+        return model.requires_grad_(False)
 
     # --- a micro-step ---
 
     def forward_backward(self, version: int, plans: Sequence[bytes]) -> list[Edges] | None:
         """Add the gradients of this replica's plans. The last stage's first rank answers, others say None."""
-        return self._run([plan_from_bytes(plan) for plan in plans], version, backward=True)
+        decoded = [plan_from_bytes(plan) for plan in plans]
+        refs: list[Edges] = []
+        if self.reference is not None:
+            refs = self._run(decoded, self.reference, backward=False)
+        return self._answer(self._run(decoded, self.ddp, version=version, refs=refs))
 
     def logprobs(self, plans: Sequence[bytes]) -> list[Edges] | None:
         """As `forward_backward`, without gradients."""
-        return self._run([plan_from_bytes(plan) for plan in plans], 0, backward=False)
+        return self._answer(self._run([plan_from_bytes(plan) for plan in plans], self.ddp, backward=False))
 
-    def _run(self, plans: list[TreePlan], version: int, *, backward: bool) -> list[Edges] | None:
+    def _answer(self, edges: list[Edges]) -> list[Edges] | None:
+        return edges if self.last_stage and self.tp_rank == 0 else None
+
+    def _run(
+        self,
+        plans: list[TreePlan],
+        model: Any,
+        *,
+        version: int = 0,
+        refs: Sequence[Edges] = (),
+        backward: bool = True,
+    ) -> list[Edges]:
+        """Each plan's edges on the last stage's ranks; elsewhere nothing."""
         if not plans:
             return []
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         with cpu_shims.cpu_as_cuda():
-            results = get_forward_backward_func()(
-                forward_step_func=functools.partial(self._forward_step, version=version),
-                data_iterator=iter(plans),
-                model=[self.ddp],
+            results: list[Edges] = get_forward_backward_func()(
+                forward_step_func=functools.partial(self._forward_step, version=version, backward=backward),
+                data_iterator=iter(itertools.zip_longest(plans, refs)),
+                model=[model],
                 num_microbatches=len(plans),
                 seq_length=max(plan.num_tokens for plan in plans),
                 micro_batch_size=1,
                 forward_only=not backward,
             )
-        return results if self.last_stage and self.tp_rank == 0 else None
+        return results
 
-    def _forward_step(self, plans: Iterator[TreePlan], model: Any, *, version: int) -> tuple[torch.Tensor, Any]:
-        plan = next(plans)
+    def _forward_step(
+        self, plans: Iterator[tuple[TreePlan, Edges | None]], model: Any, *, version: int, backward: bool
+    ) -> tuple[torch.Tensor, Any]:
+        plan, ref = next(plans)
         packed = self._packed(plan)
         ids = torch.from_numpy(plan.ids.astype(np.int64)).to(self.device)[None]
         output = model(ids, packed.positions[None], None, packed_seq_params=packed)
 
         def loss_of(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Edges]:
             entropy = torch.cat(packed.entropy)
-            loss = self.setup.algorithm(EdgeBatch.of(plan, logp, version=version, entropy=entropy)).loss
-            if not torch.isfinite(loss):
-                raise TrainingError(f"the loss of a micro-step of {plan.num_edges} edges is {float(loss)}")
-            edges = Edges(*(t.detach().to("cpu", torch.float64).numpy() for t in (logp, entropy)))
-            return loss, torch.ones((), dtype=torch.int, device=self.device), edges
+            ref_logp = None if ref is None else torch.from_numpy(ref.logp).to(logp)
+            loss = logp.sum()  # of a forward alone: never used
+            if backward:
+                batch = EdgeBatch.of(plan, logp, version=version, entropy=entropy, ref_logp=ref_logp)
+                loss = self.setup.algorithm(batch).loss
+                if not torch.isfinite(loss):
+                    raise TrainingError(f"the loss of a micro-step of {plan.num_edges} edges is {float(loss)}")
+            return loss, torch.ones((), dtype=torch.int, device=self.device), edges_of(logp, entropy, ref_logp)
 
         return output, loss_of
 

@@ -111,9 +111,10 @@ class RankedTrainer:
         if plan.num_edges:
             edges = self._collect(plan, parts, self._call_parts("forward_backward", parts, self._version))
         else:
-            edges = Edges(np.zeros(0), np.zeros(0))
+            edges = Edges(np.zeros(0), np.zeros(0), np.zeros(0) if self._config.ref_model else None)
         logp, entropy = torch.from_numpy(edges.logp), torch.from_numpy(edges.entropy)
-        batch = EdgeBatch.of(plan, logp, version=self._version, entropy=entropy)
+        ref_logp = None if edges.ref_logp is None else torch.from_numpy(edges.ref_logp)
+        batch = EdgeBatch.of(plan, logp, version=self._version, entropy=entropy, ref_logp=ref_logp)
         result = self._algorithm(batch)
         return MicroStepResult(
             loss=float(result.loss),
@@ -152,14 +153,16 @@ class RankedTrainer:
     def _collect(self, plan: TreePlan, parts: list[list[TreePlan]], results: list[list[Edges]]) -> Edges:
         """The parts' edges in the plan's order, matched by (execution, call, index)."""
         place = {key: i for i, key in enumerate(_keys(plan))}
-        logp, entropy = np.full(plan.num_edges, np.nan), np.full(plan.num_edges, np.nan)
+        logp, entropy, ref_logp = (np.full(plan.num_edges, np.nan) for _ in range(3))
         for replica, answers in zip(parts, results, strict=True):
             for part, edges in zip(replica, answers, strict=True):
                 at = [place[key] for key in _keys(part)]
                 logp[at], entropy[at] = edges.logp, edges.entropy
+                if edges.ref_logp is not None:
+                    ref_logp[at] = edges.ref_logp
         if np.isnan(logp).any():
             raise TrainingError("some edges of the plan came back without a log-probability")
-        return Edges(logp, entropy)
+        return Edges(logp, entropy, None if np.isnan(ref_logp).any() else ref_logp)
 
     def peak_memory(self) -> list[int]:
         """Bytes by rank, once all have finished what they were given; see `ranks.peak_memory`."""

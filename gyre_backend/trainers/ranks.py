@@ -77,6 +77,8 @@ class Edges:
 
     logp: np.ndarray
     entropy: np.ndarray
+    ref_logp: np.ndarray | None = None
+    """the reference policy's, when there is one"""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -90,6 +92,12 @@ def peak_memory(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def edges_of(logp: torch.Tensor, entropy: torch.Tensor, ref_logp: torch.Tensor | None) -> Edges:
+    """Per-edge tensors as they travel to the parent."""
+    columns = [None if t is None else t.detach().to("cpu", torch.float64).numpy() for t in (logp, entropy, ref_logp)]
+    return Edges(*columns)  # type: ignore[arg-type]
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gyre_backend.errors import UnsupportedError
 from gyre_backend.tree.attend import Layout
 from gyre_backend.tree.plan import TreePlan
-from gyre_sdk.errors import MissingExtraError
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
             _wrapped_flash_attn_varlen_forward,
         )
     except ImportError:
-        raise MissingExtraError("flash-attn", "flash") from None
+        raise UnsupportedError(
+            "attention = 'flash' needs flash-attn on CUDA: pip install flash-attn --no-build-isolation, or use 'rows'"
+        ) from None
     return _wrapped_flash_attn_varlen_forward, _wrapped_flash_attn_varlen_backward
 
 
@@ -173,7 +175,7 @@ class _TreeFlash(torch.autograd.Function):
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scale: float) -> torch.Tensor:
     """Tree attention, the back end `flash`. q: [1, H, U, D]; k, v: [1, G, U, D] -> [1, H, U, D].
 
-    Raises MissingExtraError on CUDA without flash-attn.
+    Raises UnsupportedError on CUDA without flash-attn.
     """
     key = ("flash", q.device)
     if key not in layout.cache:

@@ -18,11 +18,11 @@ from gyre_backend.tree.plan import build_plan, flatten_plan
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2, "logits_chunk": 16}
 
 
-def pair(folder: Path, algorithm: str = "grpo", **changes):
+def pair(folder: Path, algorithm: str = "grpo", *, kl: float = 0.0, **changes):
     """The hf trainer, and the same as fsdp on two ranks."""
     hf = TrainerConfig(dtype="float64", **SETTINGS | changes)
     fsdp = TrainerConfig(trainer="fsdp", dtype="float64", **SETTINGS | changes)
-    return create(hf, folder, make(algorithm)), create(fsdp, folder, make(algorithm))
+    return create(hf, folder, make(algorithm, kl=kl)), create(fsdp, folder, make(algorithm, kl=kl))
 
 
 @pytest.mark.megatron
@@ -51,7 +51,7 @@ def test_two_ranks_train_to_the_same_weights(checkpointing: bool, tmp_path) -> N
 @pytest.mark.timeout(400)
 def test_a_rank_without_work_waits_along(tmp_path) -> None:
     """A single trained token can't be shared out."""
-    plan = build_plan([make_path("e0", [1, 2], [-1, 0])], {"e0": 1.0})
+    plan = build_plan([make_path("e0", [1, 2, 3], [-1, -1, 0])], {"e0": 1.0})
     hf, sharded = pair(save_model(tmp_path, "llama"))
     with sharded:
         wanted, wanted_grads = grads_of(hf, plan)
@@ -62,8 +62,9 @@ def test_a_rank_without_work_waits_along(tmp_path) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.timeout(400)
-def test_gated_delta_net_layers_are_sharded_too(tmp_path) -> None:
-    hf, sharded = pair(save_hybrid(tmp_path, "qwen3_5"), "gspo")
+def test_gated_delta_net_layers_and_a_reference_are_sharded_too(tmp_path) -> None:
+    reference = save_hybrid(tmp_path / "reference", "qwen3_5", seed=1)
+    hf, sharded = pair(save_hybrid(tmp_path / "m", "qwen3_5"), "gspo", kl=0.1, ref_model=str(reference))
     with sharded:
         _, wanted = grads_of(hf, flatten_plan(forest()))
         _, found = grads_of(sharded, forest())
@@ -76,7 +77,6 @@ def test_gated_delta_net_layers_are_sharded_too(tmp_path) -> None:
         ({"options": {"tp": 2}}, "fsdp trainer"),
         ({"options": {"ranks": 0}}, "ranks"),
         ({"bounded_memory": True}, "bounded_memory"),
-        ({"ref_model": "x"}, "ref_model"),
         ({"dtype": "int8"}, "int8"),
     ],
 )

@@ -116,10 +116,10 @@ def hybrid(kind: str, **changes: Any) -> Any:
     return t.Qwen3_5TextConfig(**base | changes)
 
 
-def save_hybrid(folder, kind: str, **changes: Any):
+def save_hybrid(folder, kind: str, *, seed: int = 0, **changes: Any):
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hybrid(kind, **changes), dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -158,7 +158,6 @@ def test_other_models_and_rotary_kinds_are_refused() -> None:
         ({"options": {"tp": 0}}, "tp = 0"),
         ({"autocast": "bfloat16"}, "autocast"),
         ({"bounded_memory": True}, "bounded_memory"),
-        ({"ref_model": "x"}, "ref_model"),
         ({"dtype": "float16"}, "float16"),
     ],
 )

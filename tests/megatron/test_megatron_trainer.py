@@ -75,6 +75,7 @@ def oracle(folder):
         {"dp": 2},
         {"dp": 2, "distributed_optimizer": False, "recompute": "selective"},
         {"recompute": "full"},
+        {"pp": 2, "dp": 2},
     ],
     ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain",
 )
@@ -130,10 +131,13 @@ def publishes_bitwise(trainer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "qwen2"])
 def test_same_losses_and_gradients_as_the_hf_trainer(kind: str, tmp_path) -> None:
-    save_model(tmp_path, kind)
-    hf = create(TrainerConfig(dtype="float64"), tmp_path, make("grpo"))
+    """With a KL term against a reference policy, which both hold as a second model."""
+    folder = save_model(tmp_path / "policy", kind)
+    settings = {"dtype": "float64", "ref_model": str(save_model(tmp_path / "reference", kind, seed=1))}
+    hf = create(TrainerConfig(**settings), folder, make("grpo", kl=0.1))
     wanted = hf.forward_backward(forest())
-    with trainer_of(tmp_path, tp=2) as trainer:
+    config = TrainerConfig(trainer="megatron", options={"tp": 2}, **settings)
+    with create(config, folder, make("grpo", kl=0.1)) as trainer:
         result, grads = grads_of(trainer, forest())
     assert [b.name for b in hf.named_weights()] == list(grads)
     assert result.loss == pytest.approx(wanted.loss, rel=1e-9)

@@ -47,11 +47,11 @@ def config_of(kind: str, **changes: Any) -> Any:
     return kinds[kind]()
 
 
-def save_model(folder: Path, kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Path:
+def save_model(folder: Path, kind: str, dtype: torch.dtype = torch.float64, *, seed: int = 0, **changes: Any) -> Path:
     """A model of random weights, none of them at its initial 0 or 1, in `folder`."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(kind, **changes), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
