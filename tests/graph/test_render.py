@@ -126,7 +126,7 @@ def test_a_long_execution_is_drawn_without_recursion() -> None:
     from tests.exporters.examples import _result
 
     length = 0
-    for call in range(1000):
+    for call in range(300):
         graph.apply(
             Intent(call=call, at=1.0, dialect="chat", base_call=call - 1, base_len=length, delta=pack_ids([call % 7]))
         )
