@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gyre_sdk.environments import GradeBudget, Outcome, Task, load_task, make_sandbox, run_solution, run_steps
+from gyre_sdk.environments import GradeBudget, Limits, Outcome, Task, load_task, make_sandbox, run_solution, run_steps
 from gyre_sdk.wire.records import Status
 
 HARBOR = Path(__file__).parent / "fixtures" / "harbor"
@@ -19,6 +19,7 @@ async def play(
     keep: Path | None = None,
     budget: GradeBudget | None = None,
     timeout: float = 60,
+    limits: Limits | None = None,
 ) -> Outcome:
     """Run `task` (or the fixture of that name): `agent` is ORACLE, NOP or a shell command run in each step."""
     task = load_task(HARBOR / task) if isinstance(task, str) else task
