@@ -64,7 +64,8 @@ def select(graph: BranchGraph, *, roles: Sequence[str], j_max: int | None, seed:
     branches = [Branch(leaf.id, leaf.role, _extent(leaf, trainable)) for leaf in leaves]
     choices = choose(branches, roles=roles, j_max=j_max, seed=(seed, *graph.execution.encode()))
     group = graph.opened.group if graph.opened else ""
-    return [_path(graph.execution, group, leaves[choice.branch], choice) for choice in choices]
+    paths = (_path(graph.execution, group, leaves[choice.branch], choice) for choice in choices)
+    return [path for path in paths if path is not None]
 
 
 def select_group(graphs: Sequence[BranchGraph], config: SelectionConfig) -> GroupSelection:
@@ -108,7 +109,10 @@ def _trainable_calls(graph: BranchGraph) -> frozenset[int]:
     return frozenset(
         number
         for number, call in graph.calls.items()
-        if call.done and call.finish in ("stop", "length") and not graph.orphan(number)
+        if call.done
+        and call.finish in ("stop", "length")
+        and not graph.orphan(number)
+        and np.isfinite(call.logprobs).all()
     )
 
 
@@ -125,11 +129,14 @@ def _extent(leaf: Leaf, trainable: frozenset[int]) -> dict[int, int]:
     return extent
 
 
-def _path(execution: str, group: str, leaf: Leaf, choice: Choice) -> TrainPath:
+def _path(execution: str, group: str, leaf: Leaf, choice: Choice) -> TrainPath | None:
     arrays = leaf.path()
     mine = np.zeros(len(arrays), bool)
     for call, (start, end) in choice.fresh.items():
         mine |= (arrays.call == call) & (arrays.index >= start) & (arrays.index < end)
+    mine[0] = False
+    if not mine.any():
+        return None
     last = int(np.flatnonzero(mine)[-1]) + 1
     mine = mine[:last]
     return TrainPath(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -111,6 +112,29 @@ def test_failed_partials_are_never_trained(settings) -> None:
     story.call([5], [6, 7], base=(first, 3), **settings)
     paths = select(story.seal(), roles=ROLES, j_max=None, seed=0)
     assert trained(paths) == {(0, 0)}
+
+
+def test_reply_with_a_logprob_that_is_not_finite_is_never_trained() -> None:
+    story = Story()
+    first = story.call([1, 2], [3])
+    story.call([5], [6, 7], base=(first, 3))
+    broken = np.array([-0.1, np.nan], "<f4").tobytes()
+    story.records = [msgspec.structs.replace(r, logprobs=broken) if _is_result(r, 1) else r for r in story.records]
+    assert trained(select(story.seal(), roles=ROLES, j_max=None, seed=0)) == {(0, 0)}
+
+
+def _is_result(record, call: int) -> bool:
+    return isinstance(record, Result) and record.call == call
+
+
+def test_token_that_nothing_precedes_is_not_trained() -> None:
+    story = Story()
+    story.call([], [3, 4])
+    (path,) = select(story.seal(), roles=ROLES, j_max=None, seed=0)
+    assert trained([path]) == {(0, 1)}
+    story = Story()
+    story.call([], [3])
+    assert select(story.seal(), roles=ROLES, j_max=None, seed=0) == []
 
 
 def test_auxiliary_calls_are_left_out_and_main_comes_before_subagents() -> None:
