@@ -19,6 +19,7 @@ idle_*               share of cell-time in training without work or between role
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import platform
@@ -149,18 +150,37 @@ def show(row: dict[str, Any]) -> str:
     return f"{head}  {'  '.join(cells)}  ratio {row['gyre_over_best_rival']:.3f} ({row['best_rival']})"
 
 
+def speeds() -> dict[str, float]:
+    """Simulated events per CPU second of every preset, on the 122B workload (policy calls and clock events both count)."""
+    where = scenario({"workload": "122B", "share": 0.2, "S": 1, "B": 32, "cells": 8, "switch": 1.0}, quick=False)
+    out = {}
+    for mode in ("gyre", *RIVALS):
+        config = where.policy(mode, max_staleness=1, in_flight_extra=None)
+        begun = time.process_time()
+        events = where.simulate(config, steps=40).events
+        out[mode] = events / (time.process_time() - begun)
+    return out
+
+
 def main() -> None:
     """Run the sweep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three points, fewer seeds")
     parser.add_argument("--json", type=Path, help="write {meta, rows}")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--speed", action="store_true", help="only the simulator's own speed")
     args = parser.parse_args()
+    if args.speed:
+        for mode, rate in speeds().items():
+            print(f"{mode:12} {rate:9.0f} events/s")
+        return
     begun = time.time()
     jobs = [(point, args.quick) for point in points(args.quick)]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for row in pool.imap(measure, jobs):
+    with contextlib.ExitStack() as stack:
+        several = args.jobs > 1
+        pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(args.jobs)) if several else None
+        for row in pool.imap(measure, jobs) if pool else map(measure, jobs):
             rows.append(row)
             print(show(row), flush=True)
     total = aggregate(rows)

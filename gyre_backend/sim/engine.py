@@ -99,6 +99,8 @@ class Simulator:
         self.events = 0
         self.virtual = 0.0
         self.speed = 0.0
+        self.served_s = 0.0
+        """Virtual seconds served to all executions together: the rollout work done, whatever became of it."""
         self.touched = 0.0
         """When `virtual` was last brought up to date."""
         self.running: dict[Execution, None] = {}
@@ -161,7 +163,9 @@ class Simulator:
 
     def _sync(self) -> None:
         """Bring the virtual clock to now."""
-        self.virtual += self.speed * (self.now - self.touched)
+        passed = self.speed * (self.now - self.touched)
+        self.virtual += passed
+        self.served_s += passed * len(self.running)
         self.touched = self.now
 
     def _set_speed(self) -> None:
@@ -273,6 +277,8 @@ class Simulator:
 
     def _to_training(self, action: s.MoveToTraining) -> None:
         self._sync()
+        if self.config.moves == "serial" and self.state.waterlevel > self.state.capacity:
+            raise SchedulerError(f"cell {action.cell} left for training with w > C_R - C_e: {self.state}")
         cells = self.state.capacity // self.slots + 1
         self._shrink(cells)
         seconds = self.costs.to_training_s + (self.costs.pull_s if action.cell else 0.0)

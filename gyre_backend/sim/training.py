@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from gyre_backend.cells import state as s
+from gyre_backend.errors import SchedulerError
 
 if TYPE_CHECKING:
     from gyre_backend.sim.engine import SimGroup, Simulator
@@ -25,6 +26,10 @@ class Training:
         """Micro-steps of a member group that aren't done."""
         self.busy: dict[int, float] = {}
         """Claiming cells, and when they will be free."""
+        self.assigned: set[s.GroupId] = set()
+        """Every group ever assigned: none may come back."""
+        self.trained_work = 0.0
+        """Work of all finished micro-steps, cell-seconds."""
         self.claim_due = False
 
     def busy_until(self, cell: int) -> float:
@@ -39,6 +44,9 @@ class Training:
         """Queue the groups' micro-steps."""
         pieces = self.sim.costs.micro_steps_per_group
         for group in groups:
+            if group in self.left or group in self.assigned:
+                raise SchedulerError(f"group {group} assigned twice")
+            self.assigned.add(group)
             work = self.groups[group].work
             self.left[group] = pieces
             self.queue.extend([(group, work / pieces)] * pieces)
@@ -74,11 +82,12 @@ class Training:
         done = self.sim.now + work
         self.busy[cell] = done
         self.sim.recorder.busy(cell, self.sim.now, work)
-        self.sim.at(done, self._done, (cell, group))
+        self.sim.at(done, self._done, (cell, group, work))
 
-    def _done(self, claim: tuple[int, s.GroupId]) -> None:
-        cell, group = claim
+    def _done(self, claim: tuple[int, s.GroupId, float]) -> None:
+        cell, group, work = claim
         sim = self.sim
+        self.trained_work += work
         del self.busy[cell]
         self.left[group] -= 1
         if self.queue and sim.state.cells[cell].role is s.Role.TRAINING:
@@ -93,6 +102,8 @@ class Training:
         sim = self.sim
         satellites = sum(c.role is s.Role.TRAINING for c in sim.state.cells[1:])
         seconds = sim.costs.step_s + satellites * sim.costs.gather_s
+        if self.queue or self.left or self.busy or len(sim.state.members) != sim.config.groups_per_step:
+            raise SchedulerError(f"step {version} ended before all of its micro-steps: {sim.state}")
         sim.recorder.end(sim.now, [self.groups[g.id] for g in sim.state.members])
         for member in sim.state.members:
             del self.groups[member.id]

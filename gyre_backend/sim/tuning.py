@@ -61,7 +61,7 @@ class Summary:
     idle_share: float
     gpu_hours_per_step: float
     groups_per_hour: float
-    """Groups trained that had no execution cut off are not told apart: all trained groups."""
+    """Groups trained."""
     step_s_by_seed: tuple[float, ...]
 
 
@@ -91,6 +91,14 @@ def summarize(
         groups_per_hour=scenario.groups_per_step / step_s * 3600,
         step_s_by_seed=times,
     )
+
+
+def filling(mode: str, staleness: int | None) -> dict[str, Any]:
+    """Options with which `mode`, untuned, uses up the staleness budget S (None: the preset as it is)."""
+    if staleness is None:
+        return {}
+    fill = {"burst_steps": staleness + 1} if mode == "colocate" else {"in_flight_extra": None}
+    return {"max_staleness": staleness, **fill}
 
 
 def grid(mode: str, scenario: Scenario, staleness: int) -> Iterator[dict[str, Any]]:
@@ -127,9 +135,7 @@ def grid(mode: str, scenario: Scenario, staleness: int) -> Iterator[dict[str, An
                     yield {**budget, "train_cells": train, "switch_ratio": ratio, "in_flight_extra": extra}
 
 
-def candidates(
-    scenario: Scenario, mode: str, staleness: int, seed: int = 0, steps: int | None = None
-) -> list[Summary]:
+def candidates(scenario: Scenario, mode: str, staleness: int, seed: int = 0, steps: int | None = None) -> list[Summary]:
     """Every option of the grid on one seed, fastest first."""
     out = []
     for options in grid(mode, scenario, staleness):
