@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(
     scope="session",
-    params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)],
+    params=["embedded", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(600)])],
 )
 def started(
     request: pytest.FixtureRequest, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
