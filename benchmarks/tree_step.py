@@ -85,7 +85,7 @@ def main() -> None:
             print_row(rows[-1])
     if not args.no_j_max:
         for j_max in (1, 5, None):
-            rows.append(in_process(j_max_row, j_max, 1, args.rounds, 1 if args.quick else 4))
+            rows.append(in_process(j_max_row, j_max, 1, args.rounds))
             print_row(rows[-1])
     if args.json:
         meta = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "model": MODEL}
@@ -144,13 +144,13 @@ def sharing_row(sharing: float, threads: int, rounds: int, tokens: int, also: Se
         "peak_mib": peak["tree"],
         **{f"peak_mib_{name}": peak[name] for name in peak if name != "tree"},
         **{f"cpu_s_{name}": value for name, value in cpu.items()},
-        "grad_rel_err": _gradient_error(groups[0], threads),
+        "grad_rel_err": _gradient_error(_selected(shape_for(sharing, tokens // 8), 1, None), threads),
     }
 
 
-def j_max_row(j_max: int | None, threads: int, rounds: int, scale: int) -> dict[str, Any]:
+def j_max_row(j_max: int | None, threads: int, rounds: int) -> dict[str, Any]:
     """Forward-backward of one group of 20-turn executions under this J_max."""
-    shape = Shape(4, 20, 120 * scale, 12 * scale, 6 * scale, 18 * scale)
+    shape = Shape(4, 20, 120, 12, 6, 18)
     group = _selected(shape, 0, j_max)
     trainer = _trainer(threads, "float32")
     tree = build_plan(*group)
