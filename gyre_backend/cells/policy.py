@@ -28,6 +28,7 @@ from gyre_backend.cells.state import (
     GroupTrained,
     MoveDone,
     Published,
+    QueueLevel,
     SchedulerState,
     Tick,
 )
@@ -37,24 +38,28 @@ __all__ = ["PRESETS", "PolicyConfig", "decide", "from_mapping", "preset"]
 
 _EXECUTIONS = frozenset({ExecutionStarted, ExecutionFinished})
 # Only these can change which steps may end, begin or take groups; the rest are most of the events.
-_CHANGES_READY = frozenset({Tick, GroupReady, GroupDropped, GroupTrained, MoveDone, Published, CellLost, CellBack})
+_CHANGES_READY = frozenset({Tick, GroupReady, GroupDropped, Published, CellLost})
+_CHANGES_STEPS = _CHANGES_READY | {GroupTrained, MoveDone, CellBack}
 
 
 def decide(state: SchedulerState, event: Event, config: PolicyConfig) -> tuple[SchedulerState, list[Action]]:
     """The state after `event`, and what to do now, in order."""
     actions: list[Action] = []
+    queued = state.queued_micro_steps
     state = absorb(state, event, config, actions)
+    if type(event) is QueueLevel and 0 < state.queued_micro_steps <= queued:
+        return state, actions  # the queue is being worked off: `GroupTrained` comes soon enough to look again
     quiet = state.dispatched - state.finished > state.quiet_above
     if quiet and type(event) in _EXECUTIONS and (state.wake_at is None or state.now < state.wake_at):
         return state, actions
     state = policy_steps.dispatch(state, config, actions)
-    if type(event) in _CHANGES_READY:
-        state = policy_steps.advance(state, config, actions)
+    if type(event) in _CHANGES_STEPS:
+        state = policy_steps.advance(state, config, actions, recount=type(event) in _CHANGES_READY)
     releasing = state.releasing
     state = policy_moves.move(state, config, actions)
     if releasing and not state.releasing:
         # The core may have just been told to stay for the next burst: its first step can begin at once.
-        state = policy_steps.advance(state, config, actions)
+        state = policy_steps.advance(state, config, actions, recount=False)
     state = policy_moves.set_timer(state, config, actions)
     level = quiet_above(state, config)
     return (state if level == state.quiet_above else replace(state, quiet_above=level)), actions

@@ -19,25 +19,24 @@ from gyre_backend.cells.state import (
 )
 
 
-def advance(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
+def advance(state: SchedulerState, config: PolicyConfig, actions: list[Action], *, recount: bool) -> SchedulerState:
     """End the open step when all of it is trained; else begin one if the core trains; else assign what became
     ready."""
-    fits = assignable(state, config)
-    if len(fits) != state.fits:
-        state = replace(state, fits=len(fits))
+    if recount and (fits := len(assignable(state, config))) != state.fits:
+        state = replace(state, fits=fits)
     if state.phase is Phase.CLOSING or state.cells[0].role is not Role.TRAINING:
         return state
     if state.phase is Phase.IDLE:
-        if state.releasing and config.release_at_burst_end:
+        if not state.fits or (state.releasing and config.release_at_burst_end):
             return state
-        if _rollout_comes_first(state, config):
+        if not config.streaming and state.fits < config.groups_per_step:
             return state
-        if not fits or (not config.streaming and len(fits) < config.groups_per_step) or lends(state, config):
+        if _rollout_comes_first(state, config) or lends(state, config):
             return state
         actions.append(BeginStep(state.version))
-        return _assign(replace(state, phase=Phase.OPEN), fits, actions)
+        return _assign(replace(state, phase=Phase.OPEN), assignable(state, config), actions)
     if len(state.members) < config.groups_per_step:
-        return _assign(state, fits, actions) if fits else state
+        return _assign(state, assignable(state, config), actions) if state.fits else state
     if len(state.trained) == config.groups_per_step:
         actions.append(EndStep(state.version))
         return replace(state, phase=Phase.CLOSING, queued_micro_steps=0, queued_work=0.0)

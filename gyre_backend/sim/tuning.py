@@ -118,18 +118,16 @@ def grid(mode: str, scenario: Scenario, staleness: int) -> Iterator[dict[str, An
     elif mode == "paper":
         for burst in sorted({1, max(1, (staleness + 1) // 2), staleness + 1}):
             for extra in sorted({0.0, (staleness + 1) / burst - 1}):
-                for phi in (0.1, 0.25, 0.5):
+                for phi in (0.1, 0.25):
                     yield {**budget, "burst_steps": burst, "in_flight_extra": extra, "readiness": phi}
     elif mode == "async":
         most = cells - 1 if scenario.standalone == 0 else cells
-        for train in sorted(
-            {n for n in (1, 2, 3, cells // 4, 3 * cells // 8, cells // 2, 5 * cells // 8) if 1 <= n <= most}
-        ):
+        for train in sorted({n for n in (1, cells // 4, 3 * cells // 8, cells // 2, 5 * cells // 8) if 1 <= n <= most}):
             for extra in extras:
                 yield {**budget, "train_cells": train, "in_flight_extra": extra}
     elif mode == "step-switch":
-        for train in sorted({max(1, n) for n in (cells // 8, cells // 4, cells // 2, 3 * cells // 4, cells)}):
-            ratios = (0.2, 0.4, 0.6, 0.8, 1.0) if train < cells or scenario.standalone else (1.0,)
+        for train in sorted({max(1, n) for n in (cells // 4, cells // 2, 3 * cells // 4, cells)}):
+            ratios = (0.4, 0.6, 0.8, 1.0) if train < cells or scenario.standalone else (1.0,)
             for ratio in ratios:
                 for extra in extras:
                     yield {**budget, "train_cells": train, "switch_ratio": ratio, "in_flight_extra": extra}
@@ -149,7 +147,7 @@ def candidates(scenario: Scenario, mode: str, staleness: int, seed: int = 0, ste
 
 
 def tune(
-    scenario: Scenario, mode: str, staleness: int, max_timeout_share: float = 1.0, finalists: int = 3
+    scenario: Scenario, mode: str, staleness: int, max_timeout_share: float = 1.0, finalists: int = 2
 ) -> Summary | None:
     """The fastest options whose time-out share is at most `max_timeout_share`: grid on one seed, finalists on
     all seeds.
@@ -159,7 +157,7 @@ def tune(
     return best(scenario, candidates(scenario, mode, staleness), max_timeout_share, finalists)
 
 
-def best(scenario: Scenario, ranked: Sequence[Summary], max_timeout_share: float, finalists: int = 3) -> Summary | None:
+def best(scenario: Scenario, ranked: Sequence[Summary], max_timeout_share: float, finalists: int = 2) -> Summary | None:
     """The fastest of `ranked` (see `candidates`) within the share, finalists run again on all seeds."""
     allowed = [s for s in ranked if s.timeout_share <= max_timeout_share][:finalists]
     again = [summarize(scenario, s.config, s.options) for s in allowed]
