@@ -25,6 +25,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gyre_backend.errors import UnsupportedError
+
 _state: dict[str, bool] = {"installed": False}
 
 
@@ -56,12 +58,15 @@ def _uncompiled(function: Any = None, **_: Any) -> Any:
 def install() -> None:
     """Put the shims in place, once per process.
 
-    Raises RuntimeError where CUDA is usable: the shims would send CUDA work to the CPU.
+    Raises UnsupportedError where CUDA is usable: the shims would send CUDA work to the CPU.
     """
     if _state["installed"]:
         return
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU shims of Megatron-core must not be installed where CUDA is available")
+        raise UnsupportedError(
+            "device = 'cpu' with the megatron trainer where CUDA is available: use device = 'cuda', or hide the "
+            "devices (CUDA_VISIBLE_DEVICES=)"
+        )
     compile_, torch.compile = torch.compile, _uncompiled
     try:
         import megatron.core.models.gpt.gpt_model

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gyre_backend.algorithms.batch import Algorithm, EdgeBatch
-from gyre_backend.errors import TrainingError
+from gyre_backend.errors import TrainingError, UnsupportedError
 from gyre_backend.trainers.base import MicroStepResult, NamedBuffer, StepResult, TrainerConfig
 from gyre_backend.trainers.files import new_folder
 from gyre_backend.trainers.ranks import Edges, Ranks, Shared, SharedTensors
@@ -53,6 +53,7 @@ class RankedTrainer:
         `shapes`: name -> shape of every trained tensor; `layout`: what a checkpoint must agree on to be
         resumed.
         """
+        refuse_device(config.device, len(replica_of))
         self._model_dir = Path(model_dir)
         self._hf = hf
         self._module: Any = None
@@ -251,6 +252,14 @@ class RankedTrainer:
             raise TrainingError(f"{path} was saved with {state.get('layout')}, this trainer is {self._layout}")
         self._ranks.call("load", str(path))
         self._version, self._steps = state["version"], state["steps"]
+
+
+def refuse_device(device: str, ranks: int) -> None:
+    """Raise UnsupportedError unless every rank finds a device of its own."""
+    if device not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device = {device!r}: trainers on several ranks take cpu or cuda (a device per rank)")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise UnsupportedError(f"{ranks} ranks want {ranks} CUDA devices, here are {torch.cuda.device_count()}")
 
 
 def _keys(plan: TreePlan) -> list[tuple[str, int, int]]:

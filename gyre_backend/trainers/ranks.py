@@ -147,9 +147,9 @@ class Ranks:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         argv = [sys.executable, "-m", "gyre_backend.trainers.rank_process", str(theirs.fileno())]
-        with theirs:
+        with theirs:  # stdout goes to stderr: a cell's own stdout is for its parent alone
             process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment, bufsize=0
+                argv, stdin=subprocess.PIPE, stdout=2, pass_fds=(theirs.fileno(),), env=environment, bufsize=0
             )
         self._processes.append(process)
         self._links.append(multiprocessing.connection.Connection(ours.detach()))

@@ -159,9 +159,12 @@ def test_other_models_and_rotary_kinds_are_refused() -> None:
         ({"autocast": "bfloat16"}, "autocast"),
         ({"bounded_memory": True}, "bounded_memory"),
         ({"dtype": "float16"}, "float16"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda"}, "CUDA devices"),
     ],
 )
 def test_settings_are_refused_before_a_rank_starts(tmp_path, settings: dict, named: str) -> None:
+    save_model(tmp_path, "llama")
     config = TrainerConfig(trainer="megatron", **settings)
     with pytest.raises(UnsupportedError, match=named):
         create(config, tmp_path, make("grpo"))
