@@ -45,6 +45,7 @@ def trainer_config(config: BackendConfig) -> TrainerConfig:
         warmup_steps=train.warmup_steps,
         max_grad_norm=train.max_grad_norm,
         gradient_checkpointing=train.gradient_checkpointing,
+        temperature=train.temperature,
         logits_chunk=train.logits_chunk,
         bounded_memory=train.bounded_memory,
         ref_model=train.ref_model,
@@ -61,8 +62,9 @@ async def serve(spec: CellSpec) -> None:
     work_dir = Path(spec.run_dir) / "cells" / spec.name
     trainer: Trainer = await anyio.to_thread.run_sync(create, trainer_config(config), Path(spec.model_dir), algorithm)
     table = config.weights
+    host = "127.0.0.1" if table.host == "auto" else table.host
     transport = make_transport(
-        table.transport, folder=work_dir / "snapshots", host=table.host, protocol=table.protocol, device=table.device
+        table.transport, folder=work_dir / "snapshots", host=host, protocol=table.protocol, device=table.device
     )
     replica = Replica(
         trainer, transport, exact_sum=config.cells.exact_sum, delta=table.delta, deadline_s=table.deadline_s
@@ -71,8 +73,8 @@ async def serve(spec: CellSpec) -> None:
         await anyio.to_thread.run_sync(replica.load, Path(spec.checkpoint))
     engine = make_engine_side(config, trainer, Path(spec.model_dir), work_dir)
     listener = socket.socket()
-    listener.bind((table.host, 0))
-    url = f"http://{table.host}:{listener.getsockname()[1]}"
+    listener.bind((host, 0))
+    url = f"http://{host}:{listener.getsockname()[1]}"
     control = CellControl(replica, engine, spec.token)
     server = uvicorn.Server(
         uvicorn.Config(control.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=2, ws="none")

@@ -13,6 +13,7 @@ from gyre_backend.config.tables import (
     CellsTable,
     EngineTable,
     ModelTable,
+    RouterTable,
     SchedulerTable,
     Table,
     TrainTable,
@@ -21,7 +22,9 @@ from gyre_backend.config.tables import (
 from gyre_sdk.errors import ConfigError
 
 OTHER_SIDE = ("run", "sampling")
-"""Tables of the same file that belong to the SDK's side; only `run.group_size` matters here."""
+"""Tables of the same file that belong to the SDK's side; only `run.group_size` and `sampling.temperature`
+matter here.
+"""
 
 
 class BackendConfig(Table):
@@ -33,6 +36,7 @@ class BackendConfig(Table):
     scheduler: SchedulerTable = SchedulerTable()
     cells: CellsTable = CellsTable()
     engine: EngineTable = EngineTable()
+    router: RouterTable = RouterTable()
     weights: WeightsTable = WeightsTable()
 
     @pydantic.model_validator(mode="after")
@@ -47,12 +51,13 @@ class BackendConfig(Table):
 def parse_config(data: dict[str, Any], source: str = "config") -> BackendConfig:
     """From a TOML document. Raises ConfigError naming the first wrong key and what was expected."""
     tables = {name: table for name, table in data.items() if name not in OTHER_SIDE}
-    run = data.get("run")
-    if isinstance(run, dict) and "group_size" in run:
-        train = dict(tables.get("train") or {})
-        if train.setdefault("group_size", run["group_size"]) != run["group_size"]:
-            raise ConfigError(f"{source}: run.group_size and train.group_size differ; give one of them")
-        tables["train"] = train
+    for table, key in (("run", "group_size"), ("sampling", "temperature")):
+        other = data.get(table)
+        if isinstance(other, dict) and key in other:
+            train = dict(tables.get("train") or {})
+            if train.setdefault(key, other[key]) != other[key]:
+                raise ConfigError(f"{source}: {table}.{key} and train.{key} differ; give one of them")
+            tables["train"] = train
     try:
         return BackendConfig.model_validate(tables)
     except pydantic.ValidationError as error:
@@ -81,6 +86,7 @@ __all__ = [
     "CellsTable",
     "EngineTable",
     "ModelTable",
+    "RouterTable",
     "SchedulerTable",
     "TrainTable",
     "WeightsTable",

@@ -68,6 +68,8 @@ class TrainTable(Table):
     """Which groups a step takes: those ready first, or strictly those dispatched first (slower,
     reproducible).
     """
+    final_groups: int = pydantic.Field(default=0, ge=0)
+    """Groups ordered after the last step, with the policy it made; a run that goes on trains on them first."""
     max_dropped: int = pydantic.Field(default=100, ge=1)
     """Groups in a row that end with nothing to train before the run gives up."""
     micro_tokens: int = pydantic.Field(default=8192, ge=1)
@@ -83,6 +85,10 @@ class TrainTable(Table):
     max_grad_norm: float = pydantic.Field(default=1.0, ge=0)
     """Gradients are clipped to this norm; 0 turns it off."""
     gradient_checkpointing: bool = False
+    temperature: float = pydantic.Field(default=1.0, gt=0)
+    """The sampler's temperature, at which logprobs are computed; `sampling.temperature` of the same file when
+    not given.
+    """
     logits_chunk: int = pydantic.Field(default=1024, ge=1)
     """Loss edges whose logits are held at once."""
     bounded_memory: bool = False
@@ -118,6 +124,10 @@ class CellsTable(Table):
     """Executions that one cell in rollout serves at the same time (C_e)."""
     runtime: Literal["local", "ray"] = "local"
     """local: a process per cell on this machine. ray: a placement group per cell (extra `ray`)."""
+    preload: bool = True
+    """Fork local cells from a process that has imported torch already: a replacement is up in a second or
+    two.
+    """
     exact_sum: bool = False
     """Sum gradients micro-step by micro-step in a fixed order: bit-identical whatever cells took part, at the
     price of
@@ -160,6 +170,27 @@ class EngineTable(Table):
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
 
 
+class RouterTable(Table):
+    """`[router]`: the one `/generate` front of all cells."""
+
+    max_waiting: int = pydantic.Field(default=4096, ge=1)
+    """Calls that may wait for a place on an engine; one more is answered 429."""
+    queue_s: float = pydantic.Field(default=1800.0, gt=0)
+    """Seconds a new call may wait for a place, then 429. A call that has begun is never dropped for
+    waiting.
+    """
+    retries: int = pydantic.Field(default=8, ge=0)
+    """Attempts in a row that add no token, over all engines, before a call fails."""
+    reserve_s: float = pydantic.Field(default=5.0, ge=0)
+    """Seconds a move waits for a place elsewhere before it takes a call off an engine that leaves."""
+    abort_s: float = pydantic.Field(default=10.0, gt=0)
+    """Seconds an engine may take to answer an abort."""
+    kv_migration: Literal["prefill", "embedded", "sglang-hicache"] = "prefill"
+    """What happens to a moved call's keys and values: computed again, pulled by the target, or found in a
+    shared store.
+    """
+
+
 class WeightsTable(Table):
     """`[weights]`: how weights and gradients travel between cells."""
 
@@ -168,8 +199,10 @@ class WeightsTable(Table):
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     """RDMA device names for Mooncake, comma-separated."""
-    host: str = "127.0.0.1"
-    """Address under which cells reach each other."""
+    host: str = "auto"
+    """Address under which cells reach each other; auto: loopback with the local runtime, the node's with
+    Ray.
+    """
     delta: bool = False
     """Send only elements that changed to cells that hold the previous version. Pays for bfloat16 weights and
     small steps;

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.routing import BaseRoute
+
+if TYPE_CHECKING:
+    from gyre_backend.config import RouterTable
 
 
 class Routing(Protocol):
@@ -40,8 +43,17 @@ class Routing(Protocol):
         ...
 
 
-def make_routing() -> Routing:
-    """The router."""
-    from gyre_backend.service.plain_routing import PlainRouting
+def make_routing(table: RouterTable) -> Routing:
+    """The router with its settings."""
+    from gyre_backend.router import Router, RouterConfig
 
-    return PlainRouting()
+    return Router(
+        RouterConfig(
+            max_waiting=table.max_waiting,
+            queue_s=table.queue_s,
+            retries=table.retries,
+            reserve_s=table.reserve_s,
+            abort_s=table.abort_s,
+            migrator=table.kv_migration,
+        )
+    )

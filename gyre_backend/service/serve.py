@@ -27,6 +27,7 @@ from gyre_backend.models import model_dir
 from gyre_backend.service.app import Current, ServiceApp
 from gyre_backend.service.driver import Driver
 from gyre_backend.service.fleet import Fleet
+from gyre_backend.service.last_look import last_look
 from gyre_backend.service.metrics import Metrics
 from gyre_backend.service.orders import OrderBook
 from gyre_backend.service.routing import Routing, make_routing
@@ -92,7 +93,7 @@ def build(config: BackendConfig, run_dir: Path) -> Service:
         ledger=ledger,
         ingest=ingest,
         orders=OrderBook(ledger, config.train),
-        routing=make_routing(),
+        routing=make_routing(config.router),
         metrics=Metrics(run_dir),
         current=current,
         model=model,
@@ -135,6 +136,7 @@ async def _drive(service: Service, runtime: CellRuntime) -> str:
             await service.routing.add(cell.name, cell.ask().ready.engine_url, version)
         service.current.driver = driver
         reason = await driver.run()
+        await last_look(run, driver)
         if version != run.version or not (service.run_dir / "model").exists():
             await _export(run)
         service.orders.stop(reason)

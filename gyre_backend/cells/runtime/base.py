@@ -53,7 +53,7 @@ def make_runtime(table: CellsTable, run_dir: Path) -> CellRuntime:
     if table.runtime == "local":
         from gyre_backend.cells.runtime.local import LocalRuntime
 
-        return LocalRuntime(run_dir / "cells")
+        return LocalRuntime(run_dir / "cells", preload=table.preload)
     if table.runtime == "ray":
         from gyre_backend.cells.runtime.ray import RayRuntime
 

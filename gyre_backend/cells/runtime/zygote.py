@@ -1,0 +1,220 @@
+"""A process that has imported what cells need, and forks one cell per request: a new cell is up in a second
+instead of ten.
+
+Started by the local runtime with one end of a socket pair as its stdin. A request is a message with three
+descriptors (stdin, stdout and
+stderr of the cell); the answer is its pid; when a cell ends, its wait status follows. Single-threaded, and
+nothing of torch has run before
+the fork but its import. Cells die with this process, and it dies with the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+_POLL_S = 0.05
+
+
+def main() -> None:
+    """The zygote's own loop."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=os.dup(0))
+    import gyre_backend.algorithms.ppo_clip
+    import gyre_backend.cells.worker
+    import gyre_backend.engines.embedded
+    import gyre_backend.trainers.hf  # noqa: F401
+
+    control.sendall(b'{"up": true}\n')
+    while True:
+        readable, _, _ = select.select([control], [], [], _POLL_S)
+        if readable:
+            message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 3)
+            if not message:
+                return
+            _fork(control, json.loads(message), descriptors)
+        _reap(control)
+
+
+def _die_with_parent() -> None:
+    """By signal only: a watching thread would not survive a fork."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def _fork(control: socket.socket, request: dict[str, dict[str, str]], descriptors: list[int]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        os.setsid()
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(request["env"])
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        code = 1
+        try:
+            from gyre_backend.cells.worker import main as work
+
+            work()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # the boundary of the cell's process: its log gets the traceback
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os._exit(code)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+
+
+def _reap(control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        control.sendall(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+
+
+class ForkedProcess:
+    """A forked cell, with the part of asyncio's process interface that the runtime uses."""
+
+    def __init__(self, pid: int, stdin: int, stdout: asyncio.StreamReader, ended: asyncio.Future[int]) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self._stdin = stdin
+        self._ended = ended
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Until it has ended."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def close_stdin(self) -> None:
+        """The cell's sign that its parent has gone."""
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+
+class Zygote:
+    """The runtime's side: starts the process at the first use."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._pids: asyncio.Queue[int] = asyncio.Queue()
+        self._lock = asyncio.Lock()
+        self._listener: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def fork(self, first_line: bytes, env: dict[str, str], log: Path) -> ForkedProcess:
+        """Fork a cell and hand it its first line of stdin. Raises ConnectionError when the zygote is gone."""
+        async with self._lock:
+            if self._listener is None or self._listener.done():
+                await self._start()
+            assert self._control is not None
+            stdin_r, stdin_w = os.pipe()
+            stdout_r, stdout_w = os.pipe()
+            with log.open("ab") as errors:
+                message = json.dumps({"env": env}).encode()
+                socket.send_fds(self._control, [message], [stdin_r, stdout_w, errors.fileno()])
+            os.close(stdin_r)
+            os.close(stdout_w)
+            getter = asyncio.create_task(self._pids.get())
+            await asyncio.wait({getter, self._listener}, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            if not getter.done():
+                getter.cancel()
+                raise ConnectionError("the process that forks cells has ended")
+            pid = getter.result()
+            ended = self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
+        os.write(stdin_w, first_line)
+        reader = asyncio.StreamReader(limit=1 << 20)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout_r, "rb", buffering=0)
+        )
+        return ForkedProcess(pid, stdin_w, reader, ended)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with self._log.open("ab") as errors:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "gyre_backend.cells.runtime.zygote",
+                stdin=theirs.fileno(),
+                stderr=errors,
+                start_new_session=True,
+            )
+        theirs.close()
+        ours.setblocking(False)
+        self._control = ours
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours.dup())
+        line = await reader.readline()
+        if not line:
+            raise ConnectionError(f"the process that forks cells did not come up; its log is {self._log}")
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "pid" in message:
+                self._pids.put_nowait(message["pid"])
+            else:
+                future = self._ended.pop(message["ended"], None) or asyncio.get_running_loop().create_future()
+                if not future.done():
+                    future.set_result(message["status"])
+        for future in self._ended.values():
+            if not future.done():
+                future.set_result(-signal.SIGKILL)  # they die with the zygote
+        self._ended.clear()
+
+    async def aclose(self) -> None:
+        """End the zygote; cells that are left end with it."""
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+if __name__ == "__main__":
+    main()
