@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
+import msgspec
+
 from gyre_sdk.errors import ConfigError
 
 
@@ -32,8 +34,7 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
+class LogNormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """D = median * exp(sigma * z). A share of the variance of log D belongs to the task and is common to its
     group."""
 
