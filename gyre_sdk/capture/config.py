@@ -58,8 +58,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`retry-after` of a 429 or 503 when the engine names none."""
     cache_salt: str | None = None
     """Passed to the engine with every call."""
-    reveal_errors: bool = True
-    """Put the engine's own words into error messages."""
 
 
 class ExecutionSpec(msgspec.Struct, frozen=True, kw_only=True):
