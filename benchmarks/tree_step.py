@@ -28,10 +28,13 @@ forward-backward, flat and tree.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import tempfile
 import time
@@ -104,8 +107,12 @@ def in_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str,
     """Run in a new process: fresh memory, its own thread count."""
     threads = args[1]
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1, _die_with_parent) as pool:
         return pool.apply(function, args)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # --- rows (each runs in its own process) ---
@@ -254,9 +261,6 @@ def _measure(
 
 def _reset_peak() -> float:
     """Give free memory back, forget the peak; resident MiB now."""
-    import ctypes
-    import gc
-
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -23,6 +23,7 @@ from gyre_backend.trainers.hf_model import (
     hidden_states,
     load_model,
     precision,
+    quiet,
     segment_forward,
 )
 from gyre_backend.tree.dfs import dfs_step
@@ -85,7 +86,9 @@ class HFTrainer:
         if self.config.bounded_memory:
             return self._accumulate_by_segment(plan)
         hidden = hidden_states(self.model, plan)
-        logp, entropy = edge_logprobs(hidden, head_of(self.model), plan, chunk=self.config.logits_chunk)
+        logp, entropy = edge_logprobs(
+            hidden, head_of(self.model, self.config.temperature), plan, chunk=self.config.logits_chunk
+        )
         batch = EdgeBatch.of(
             plan, logp, version=self._version, entropy=entropy, ref_logp=self._reference_logprobs(plan)
         )
@@ -104,7 +107,7 @@ class HFTrainer:
     def _accumulate_by_segment(self, plan: TreePlan) -> tuple[float, dict[str, float]]:
         """The same in the memory of one path. A loss with a ratio per reply takes a pass for the ratios
         first."""
-        parts = (segment_forward(self.model), head_of(self.model), plan)
+        parts = (segment_forward(self.model), head_of(self.model, self.config.temperature), plan)
         blank = torch.zeros(plan.num_edges, dtype=next(self.model.parameters()).dtype, device=self.config.device)
         whole = EdgeBatch.of(plan, blank, version=self._version, ref_logp=self._reference_logprobs(plan))
         chunk, slope = self.config.logits_chunk, None
@@ -128,13 +131,17 @@ class HFTrainer:
             return None
         with torch.no_grad():
             hidden = hidden_states(self._reference, plan)
-            return edge_logprobs(hidden, head_of(self._reference), plan, chunk=self.config.logits_chunk)[0]
+            return edge_logprobs(
+                hidden, head_of(self._reference, self.config.temperature), plan, chunk=self.config.logits_chunk
+            )[0]
 
     def logprobs(self, plan: TreePlan) -> torch.Tensor:
         """[E] log-probability of every edge at the weights held, without gradient."""
         with torch.no_grad(), precision(self.model, self.config.autocast):
             hidden = hidden_states(self.model, plan)
-            return edge_logprobs(hidden, head_of(self.model), plan, chunk=self.config.logits_chunk)[0]
+            return edge_logprobs(
+                hidden, head_of(self.model, self.config.temperature), plan, chunk=self.config.logits_chunk
+            )[0]
 
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero in place."""
@@ -191,6 +198,7 @@ class HFTrainer:
                 lr=self.config.lr,
                 betas=self.config.betas,
                 eps=self.config.eps,
+                fused=self.config.device == "cpu",
             )
         return self._optimizer
 
@@ -212,7 +220,7 @@ class HFTrainer:
 
     def export_hf(self, path: Path) -> None:
         """A folder that an engine can load: weights in the trainer's dtype, config, tokenizer files."""
-        with new_folder(Path(path)) as folder:
+        with new_folder(Path(path)) as folder, quiet():
             self.model.save_pretrained(folder)
             copy_companions(self._model_dir, folder)
 

@@ -43,9 +43,10 @@ def load_model(folder: Path, *, dtype: str, device: str, attention: str) -> Any:
     AttentionInterface.register(ATTENTION, attention_forward)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     extra = {"experts_implementation": "eager"} if dtype == "float64" else {}  # grouped kernels know no float64
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True, **extra
-    )
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True, **extra
+        )
     model.gyre_recurrent_layers = linear.install(model)
     _refuse_dropout_modules(model)
     model.to(device).train()
@@ -53,6 +54,21 @@ def load_model(folder: Path, *, dtype: str, device: str, attention: str) -> Any:
     model.gyre_attention = attention
     prove(model)
     return model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' own progress bars off, for as long as it lasts: a cell's output belongs to its
+    service."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def refuse(config: Any) -> None:
@@ -155,8 +171,9 @@ def segment_forward(model: Any) -> SegmentForward:
     return forward
 
 
-def head_of(model: Any) -> Head:
-    """Hidden states [R, d] -> logits [R, V], with the scaling or soft cap that the model's config names."""
+def head_of(model: Any, temperature: float = 1.0) -> Head:
+    """Hidden states [R, d] -> logits [R, V], with the scaling or soft cap that the model's config names, at
+    the sampler's temperature."""
     project = model.get_output_embeddings()
     config = model.config.get_text_config()
     multiply, divide = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
@@ -168,7 +185,9 @@ def head_of(model: Any) -> Head:
             logits = logits * multiply
         if divide is not None:
             logits = logits / divide
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if temperature == 1.0 else logits / temperature
 
     return head
 

@@ -55,7 +55,7 @@ def test_refusals_name_the_setting(model_dir, family, changes, named) -> None:
     ("settings", "named"),
     [
         ({"dtype": "float16"}, "trainer.dtype = 'float16'"),
-        ({"attention": "magic"}, "unknown attention backend 'magic'"),
+        ({"attention": "magic"}, "attention = 'magic'"),
         ({"options": {"context_parallel": 2}}, "context_parallel = 2"),
         ({"autocast": "int8"}, "trainer.autocast"),
     ],
