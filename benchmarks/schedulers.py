@@ -36,7 +36,7 @@ from gyre_backend.sim.tuning import RIVALS, best, candidates, summarize
 from gyre_backend.sim.workload import LogNormal, Mixture, Workload
 
 HOUR = 3600.0
-SEARCH_STEPS = 16
+SEARCH_STEPS = 12
 """Length of the runs that rank a grid; the finalists run in full."""
 SLACK = 0.01
 """A rival's time-out share may exceed gyre's by this much."""
@@ -88,7 +88,7 @@ def scenario(point: dict[str, Any], quick: bool) -> Scenario:
         groups_per_step=point["B"],
         timeout_s=timeout,
         steps=16 if quick else 28,
-        seeds=2 if quick else 3,
+        seeds=2,
     )
 
 
@@ -133,14 +133,16 @@ def aggregate(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "at_most_1.01": sum(r <= 1.01 for r in ratios) / len(ratios),
         }
 
-    modes = {
-        f"gyre_over_{m}": statistics.median(r[f"gyre_over_{m}"] for r in rows if f"gyre_over_{m}" in r) for m in RIVALS
-    }
+    modes = {f"gyre_over_{m}": _median([r[f"gyre_over_{m}"] for r in rows if f"gyre_over_{m}" in r]) for m in RIVALS}
     return {
         "gyre_over_best_rival": of("gyre_over_best_rival"),
         "gyre_over_best_but_paper": of("gyre_over_best_but_paper"),
         "median_by_rival": modes,
     }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def show(row: dict[str, Any]) -> str:
@@ -184,18 +186,22 @@ def main() -> None:
         for row in pool.imap(measure, jobs) if pool else map(measure, jobs):
             rows.append(row)
             print(show(row), flush=True)
-    total = aggregate(rows)
-    print(json.dumps(total, indent=2))
-    if args.json:
-        meta = {
-            "benchmark": "schedulers",
-            "basis": "simulated; assumptions in gyre_backend/sim/costs.py and docs/forecast.md",
-            "python": platform.python_version(),
-            "seconds": round(time.time() - begun, 1),
-            "timeout_slack": SLACK,
-            **total,
-        }
-        args.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+            if args.json:
+                write(args.json, rows, time.time() - begun)
+    print(json.dumps(aggregate(rows), indent=2))
+
+
+def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+    """The rows so far: an interrupted sweep keeps what it has."""
+    meta = {
+        "benchmark": "schedulers",
+        "basis": "simulated; assumptions in gyre_backend/sim/costs.py and docs/forecast.md",
+        "python": platform.python_version(),
+        "seconds": round(seconds, 1),
+        "timeout_slack": SLACK,
+        **aggregate(rows),
+    }
+    path.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
