@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_sdk.environments import rewards
+from gyre_sdk.environments.nl2repo.grader import GraderFailed, verify_repo
 from gyre_sdk.environments.sandbox.base import Sandbox
 from gyre_sdk.environments.task import Step, Task
-from gyre_sdk.environments.verify import VerifierFailed, verify
+from gyre_sdk.environments.verify import Verified, VerifierFailed, verify
 from gyre_sdk.errors import SandboxError
 from gyre_sdk.wire.records import Outcome, Status
 
@@ -122,14 +123,22 @@ async def grade_step(
             kept.mkdir(parents=True)
             try:
                 async with SLOTS.take():
-                    done = await verify(task, step, sandbox, kept, timeout_s)
-            except VerifierFailed as error:
+                    done = await _verify(task, step, sandbox, kept, timeout_s)
+            except (VerifierFailed, GraderFailed) as error:
                 problems.append(str(error))
                 continue
             spent = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
             return StepGrade(step.name, done.rewards, done.metrics | spent, done.message)
         metrics = {"verifier_s": time.monotonic() - begun, "verifier_attempts": float(attempt)}
         return StepGrade(step.name, None, metrics, f"no reward from the verifier: {problems[-1]}")
+
+
+async def _verify(task: Task, step: Step, sandbox: Sandbox, kept: Path, timeout_s: float) -> Verified:
+    """By the task's format."""
+    if task.repo is None:
+        return await verify(task, step, sandbox, kept, timeout_s)
+    found = await verify_repo(task, sandbox, kept, timeout_s)
+    return Verified({"reward": found.reward}, found.metrics, found.message)
 
 
 def combine(task: Task, grades: list[StepGrade], *, status: Status, message: str = "") -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from gyre_sdk.environments import harbor
+from gyre_sdk.environments import harbor, nl2repo
 from gyre_sdk.environments.task import Task
 from gyre_sdk.errors import TaskError
 
@@ -32,7 +32,7 @@ def load_tasks(path: Path, only: Iterable[str] | None = None) -> list[Task]:
 
 def load_task(folder: Path) -> Task:
     """Read one task folder of any known format. Raises TaskError."""
-    return harbor.load(folder)
+    return nl2repo.load(folder) if nl2repo.is_task(folder) else harbor.load(folder)
 
 
 def find(path: Path) -> list[Path]:
@@ -51,4 +51,4 @@ def find(path: Path) -> list[Path]:
 
 
 def _is_task(folder: Path) -> bool:
-    return harbor.is_task(folder)
+    return harbor.is_task(folder) or nl2repo.is_task(folder)

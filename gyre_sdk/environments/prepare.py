@@ -40,7 +40,9 @@ class TaskSandbox:
         network: Network,
         limits: Limits,
         user: str | None,
+        files: Mapping[Path, str] | None = None,
     ) -> None:
+        self.files = files or {}
         self.environment = environment
         self.wanted_backend = backend
         named = os.environ.get("GYRE_ROOTFS")
@@ -97,6 +99,8 @@ class TaskSandbox:
         await self._inner.start()
         if prepared.replay is not None and environment.folder is not None:
             await replay(self._inner, prepared.replay, environment.folder)
+        for source, target in self.files.items():
+            await self._inner.upload(source, target)
         if environment.healthcheck is not None:
             await wait_healthy(self._inner, environment.healthcheck)
 
@@ -190,6 +194,7 @@ def make_sandbox(
         network=network or agent.network or task.environment.network,
         limits=limits or task.environment.limits,
         user=agent.user,
+        files={task.folder / "start.md": f"{task.workdir}/start.md"} if task.repo is not None else None,
     )
 
 

@@ -93,8 +93,8 @@ class RepoSpec:
     packages: tuple[str, ...] = ()
     """Paths that are the implementation: only these are taken from the candidate. Empty: everything but test machinery."""
     variant: Literal["image", "folder", "sdist"] = "image"
-    wheels: Path | None = None
-    """Folder of wheels that the verifier's environment is installed from."""
+    image: str | None = None
+    """The official image, where the hidden tests are only in there."""
 
 
 @dataclass(frozen=True, slots=True)
