@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gyre_backend.errors import TrainingError
+from gyre_backend.errors import TrainingError, UnsupportedError
 from gyre_backend.tree.plan import Segment, TreePlan
 
 Rect = tuple[int, int, int, int, bool]
@@ -88,9 +88,8 @@ def backend_named(name: str, device: str = "cpu") -> Backend:
     try:
         return _BACKENDS[name]
     except KeyError:
-        raise TrainingError(
-            f"unknown attention backend {name!r}; known: {', '.join(sorted({*_BACKENDS, *_ELSEWHERE}))}"
-        ) from None
+        known = ", ".join(sorted({*_BACKENDS, *_ELSEWHERE}))
+        raise UnsupportedError(f"attention = {name!r}: known back ends are auto, {known}") from None
 
 
 @functools.cache
