@@ -132,7 +132,7 @@ class LocalRuntime:
     async def _launch(self, spec: CellSpec, log: Path) -> CellProcess:
         line = msgspec.json.encode(spec) + b"\n"
         if self._zygote is not None:
-            return await self._zygote.fork(line, spec.env, log)
+            return await self._zygote.fork(line, spec.env, log, spec.model_dir)
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -29,11 +29,7 @@ def main() -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
-    import gyre_backend.algorithms.ppo_clip
-    import gyre_backend.cells.worker
-    import gyre_backend.engines.embedded
-    import gyre_backend.trainers.hf  # noqa: F401
-
+    _preload(sys.argv[1])
     control.sendall(b'{"up": true}\n')
     while True:
         readable, _, _ = select.select([control], [], [], _POLL_S)
@@ -43,6 +39,22 @@ def main() -> None:
                 return
             _fork(control, json.loads(message), descriptors)
         _reap(control)
+
+
+def _preload(model_dir: str) -> None:
+    """Import everything that a cell of this model will; most of a start's seconds are transformers' lazy
+    imports.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import gyre_backend.algorithms.ppo_clip
+    import gyre_backend.cells.worker
+    import gyre_backend.engines.embedded
+    import gyre_backend.trainers.hf  # noqa: F401
+
+    with contextlib.suppress(OSError, ValueError), torch.device("meta"):  # what is wrong with it, the cell will say
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, local_files_only=True))
 
 
 def _die_with_parent() -> None:
@@ -141,11 +153,11 @@ class Zygote:
         self._listener: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def fork(self, first_line: bytes, env: dict[str, str], log: Path) -> ForkedProcess:
+    async def fork(self, first_line: bytes, env: dict[str, str], log: Path, model_dir: str) -> ForkedProcess:
         """Fork a cell and hand it its first line of stdin. Raises ConnectionError when the zygote is gone."""
         async with self._lock:
             if self._listener is None or self._listener.done():
-                await self._start()
+                await self._start(model_dir)
             assert self._control is not None
             stdin_r, stdin_w = os.pipe()
             stdout_r, stdout_w = os.pipe()
@@ -168,13 +180,14 @@ class Zygote:
         )
         return ForkedProcess(pid, stdin_w, reader, ended)
 
-    async def _start(self) -> None:
+    async def _start(self, model_dir: str) -> None:
         ours, theirs = socket.socketpair()
         with self._log.open("ab") as errors:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "gyre_backend.cells.runtime.zygote",
+                model_dir,
                 stdin=theirs.fileno(),
                 stderr=errors,
                 start_new_session=True,
@@ -182,8 +195,12 @@ class Zygote:
         theirs.close()
         ours.setblocking(False)
         self._control = ours
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours.dup())
-        line = await reader.readline()
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours.dup())
+            line = await reader.readline()
+        except BaseException:
+            self._process.kill()
+            raise
         if not line:
             raise ConnectionError(f"the process that forks cells did not come up; its log is {self._log}")
         self._listener = asyncio.create_task(self._listen(reader))
