@@ -6,18 +6,19 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MINI := .venv-mini
+SGLANG := .venv-sglang
 PIP = $(1)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
 ENGINE ?= embedded
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help demo test setup lint types imports unit system clean
+.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-faults test-chaos test-ray
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-demo: setup $(MINI)/.done ## a real model, harness, sandbox and two training steps, in a few minutes (ENGINE=sglang for the real SGLang server)
-	$(BIN)/gyre demo --engine $(ENGINE) --harness-venv $(MINI)
+demo: setup $(MINI)/.done $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.done) ## a real model, harness, sandbox and two training steps, in a few minutes (ENGINE=sglang for the real SGLang server)
+	$(BIN)/gyre demo --engine $(ENGINE) --harness-venv $(MINI) --sglang-venv $(SGLANG)
 
 test: setup lint types imports unit ## linters, types, import borders and the fast test suite
 
@@ -51,6 +52,29 @@ imports: setup
 
 unit: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+test-megatron: setup ## Megatron-core and FSDP2 on several gloo processes
+	$(BIN)/python -m pytest -q -m megatron tests/megatron
+
+test-sglang: setup $(SGLANG)/.done ## the engine contract against a real SGLang server on the CPU (2.6 GB)
+	GYRE_SGLANG_VENV=$(SGLANG) $(BIN)/python -m pytest -q -m sglang tests/engines
+
+test-environments: setup ## hack fixtures, and oracle = 1 / empty = 0 for packages from PyPI
+	$(BIN)/python -m pytest -q -m environments tests/environments
+
+test-faults: setup ## kill -9, slow and full disks
+	$(BIN)/python -m pytest -q -m faults tests
+
+test-chaos: setup ## kills and stalls of every process during training
+	$(BIN)/python -m pytest -q -m chaos tests
+
+test-ray: setup ## cells on a two-node Ray cluster on this machine
+	@$(call PIP,$(VENV)) -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -q -m ray tests
+
+$(SGLANG)/.done: $(VENV)/.done
+	$(BIN)/python -m gyre_backend.engines.sglang_cpu install $(SGLANG)
+	@touch $@
 
 clean: ## remove the virtual environments and caches of this checkout (runs are kept)
 	rm -rf $(VENV) $(MINI) .venv-* .mypy_cache .ruff_cache .import_linter_cache .hypothesis

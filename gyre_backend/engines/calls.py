@@ -91,6 +91,11 @@ class Call:
         return self._ids[: self.length]
 
     @property
+    def prompt(self) -> NDArray[np.int32]:
+        """What it was asked with, `int32[prompt_tokens]`."""
+        return self._ids[: self.prompt_tokens]
+
+    @property
     def output(self) -> NDArray[np.int32]:
         """Output so far."""
         return self._ids[self.prompt_tokens : self.length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from gyre_sdk.errors import ConfigError
 
 
 class Journal:
-    """Appends to a file. Lines: rid, prompt_tokens, output_ids, logprobs, versions, finish."""
+    """Appends to a file. Lines: rid, prompt_tokens, prompt_sha256 (of int32 ids), output_ids, logprobs, versions, finish."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -27,6 +28,7 @@ class Journal:
         line = {
             "rid": call.rid,
             "prompt_tokens": call.prompt_tokens,
+            "prompt_sha256": hashlib.sha256(call.prompt.tobytes()).hexdigest(),
             "output_ids": call.output.tolist(),
             "logprobs": call.logprobs,
             "versions": call.versions(len(call.logprobs)),

@@ -38,6 +38,8 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     """gradients are clipped to this norm; 0 turns it off"""
     gradient_checkpointing: bool = False
+    temperature: float = 1.0
+    """the sampler's: logits are divided by it, so that ratios compare like with like"""
     logits_chunk: int = 1024
     """edges whose logits are held at once"""
     bounded_memory: bool = False

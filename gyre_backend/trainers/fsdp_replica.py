@@ -38,14 +38,15 @@ class Setup:
 class _EdgeModel(torch.nn.Module):
     """The model up to log p of the edges: one module, so that sharding gathers weights once per forward."""
 
-    def __init__(self, model: Any, chunk: int) -> None:
+    def __init__(self, model: Any, chunk: int, temperature: float = 1.0) -> None:
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.temperature = temperature
 
     def forward(self, plan: TreePlan) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden_states(self.model, plan)
-        return edge_logprobs(hidden, head_of(self.model), plan, chunk=self.chunk)
+        return edge_logprobs(hidden, head_of(self.model, self.temperature), plan, chunk=self.chunk)
 
 
 def idle_plan() -> TreePlan:
@@ -89,13 +90,13 @@ class Replica:
         if config.gradient_checkpointing:
             enable_checkpointing(model)
         self.model = model
-        self.edges = _EdgeModel(model, config.logits_chunk)
+        self.edges = _EdgeModel(model, config.logits_chunk, config.temperature)
         self._shard(self.edges)
         self.reference: _EdgeModel | None = None
         if config.ref_model:
             where = {"dtype": config.dtype, "device": str(self.device), "attention": config.attention}
             frozen = load_model(Path(config.ref_model), **where).requires_grad_(False)
-            self.reference = _EdgeModel(frozen, config.logits_chunk)
+            self.reference = _EdgeModel(frozen, config.logits_chunk, config.temperature)
             self._shard(self.reference)
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(

@@ -238,6 +238,7 @@ class Replica:
             plan=plan,
             backend=self.setup.config.attention,
             chunk=self.setup.config.logits_chunk,
+            temperature=self.setup.config.temperature,
             **index,
         )
 

@@ -28,7 +28,7 @@ def graph(target: str = "", *, why: bool = False) -> int:
         Add a table of all branches with the reason each exists and what it cost in tokens.
     """
     console = Console()
-    log = _find(target)
+    log = find_target(target)
     if log.is_dir():
         console.print(_executions(log))
         console.print("next: gyre graph EXECUTION [--why]", style="dim")
@@ -38,7 +38,7 @@ def graph(target: str = "", *, why: bool = False) -> int:
     return 0
 
 
-def _find(target: str) -> Path:
+def find_target(target: str) -> Path:
     """The log that is meant, or a run's folder. Raises ConfigError."""
     if not target:
         return latest_run()
