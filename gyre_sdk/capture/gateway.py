@@ -58,9 +58,13 @@ class ExecutionHandle:
     execution: str
     token: str
     """The harness's API key; empty for a recovered execution, whose harness has it."""
-    base_url: str
-    """Without `/v1`; empty while the gateway is not being served."""
     recorder: Recorder
+    gateway: Gateway
+
+    @property
+    def base_url(self) -> str:
+        """Where the harness finds the gateway, without `/v1`; empty while it is not being served."""
+        return self.gateway.base_url
 
     @property
     def graph(self) -> BranchGraph:
@@ -127,7 +131,7 @@ class Gateway:
         )
         await recorder.durable(recorder.write(opened))
         self._enter(execution, _token_key(token), recorder, wal)
-        return ExecutionHandle(execution, token, self.base_url, recorder)
+        return ExecutionHandle(execution, token, recorder, self)
 
     def _recorder(self, execution: str, wal: Wal, graph: BranchGraph, info: ModelInfo, spec: ExecutionSpec) -> Recorder:
         limits = spec.limits or self.config.limits
@@ -135,6 +139,8 @@ class Gateway:
 
     async def recover(self) -> list[ExecutionHandle]:
         """Go on with the executions of an earlier gateway on this run folder that were not sealed.
+
+        To be called before `serving`, so that no harness finds its key unknown; serve on the same port as before.
 
         Their harnesses keep their tokens; a retry of a call that was running is sampled anew, and a finished reply that
         was not delivered whole is given to its retry. Raises CorruptRecordError for a damaged log, ConfigError when
@@ -169,7 +175,7 @@ class Gateway:
         interrupted = Recovery(recorder).run(records)
         recorder.note("recovered", interrupted=len(interrupted), torn_bytes=report.torn_bytes)
         self._enter(execution, key, recorder, wal)
-        return ExecutionHandle(execution, "", self.base_url, recorder)
+        return ExecutionHandle(execution, "", recorder, self)
 
     def _enter(self, execution: str, key: bytes, recorder: Recorder, wal: Wal) -> None:
         self._by_token[key] = (key, recorder)
