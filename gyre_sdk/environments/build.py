@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import hashlib
 import shlex
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,12 +30,16 @@ class Prepared:
     env: tuple[tuple[str, str], ...] = ()
     workdir: str | None = None
     user: str | None = None
+    image: str | None = None
+    """Image to start, with a container engine."""
     replay: dockerfile.Recipe | None = None
     """To be replayed in every sandbox, where layers can't be kept."""
 
 
 async def prepare(environment: Environment, backend: str, rootfs: Path | None) -> Prepared:
     """Read and, where it does anything, build. Raises TaskError (can't be replayed) or SandboxError (a command failed)."""
+    if backend in ("podman", "docker"):
+        return await _prepare_image(environment, backend)
     if environment.needs:
         raise TaskError(f"{environment.folder or 'task'}: {environment.needs[0]} needs docker or podman")
     if environment.folder is None:
@@ -49,6 +55,37 @@ async def prepare(environment: Environment, backend: str, rootfs: Path | None) -
     if backend not in ("bwrap", "unshare") or not await asyncio.to_thread(disk.loop_works):
         return replace(prepared, replay=recipe)
     return replace(prepared, layers=(await _layer(recipe, environment, backend, rootfs),))
+
+
+async def _prepare_image(environment: Environment, engine: str) -> Prepared:
+    """With a container engine: the prebuilt image when the task names one, else the Dockerfile built as it is."""
+    compose = [name for name in environment.needs if name.startswith("docker-compose")]
+    if compose or "gpus" in environment.needs:
+        raise TaskError(f"{environment.folder or 'task'}: {environment.needs[0]} is not supported")
+    if environment.image is not None or environment.folder is None:
+        return Prepared(image=environment.image)
+    sha = hashlib.sha256()
+    for path in sorted(environment.folder.rglob("*")):
+        if path.is_file():
+            sha.update(f"{path.relative_to(environment.folder)}\n".encode() + path.read_bytes())
+    tag = f"gyre-task:{sha.hexdigest()[:20]}"
+    async with _build_locks.setdefault(tag, asyncio.Lock()):
+        process = await asyncio.create_subprocess_exec(
+            engine, "build", "-t", tag, str(environment.folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            out, _ = await asyncio.wait_for(process.communicate(), environment.build_timeout_s)
+        except TimeoutError as error:
+            process.kill()
+            await process.wait()
+            raise SandboxError(
+                f"{environment.folder}: build took longer than {environment.build_timeout_s:g} s"
+            ) from error
+    if process.returncode != 0:
+        raise SandboxError(
+            f"{environment.folder / 'Dockerfile'}: {engine} build: {out.decode(errors='replace').strip()[-_SHOWN:]}"
+        )
+    return Prepared(image=tag)
 
 
 def _does_anything(recipe: dockerfile.Recipe) -> bool:

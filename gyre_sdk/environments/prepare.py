@@ -92,6 +92,7 @@ class TaskSandbox:
         spec = replace(
             self._spec,
             layers=prepared.layers,
+            image=prepared.image or self._spec.image,
             env={**dict(prepared.env), **self._spec.env},
             user=self._spec.user or prepared.user,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre_sdk.environments.sandbox.base import Capabilities, Limits, Sandbox, SandboxSpec
-from gyre_sdk.environments.sandbox.container import engine_problem
+from gyre_sdk.environments.sandbox.container import ContainerSandbox, engine_problem
 from gyre_sdk.environments.sandbox.journal import Swept, sweep
 from gyre_sdk.environments.sandbox.namespaced import NamespaceSandbox
 from gyre_sdk.environments.sandbox.process import ProcessSandbox
@@ -20,10 +20,12 @@ from gyre_sdk.errors import ConfigError, SandboxError
 BACKENDS: dict[str, Callable[[SandboxSpec], Sandbox]] = {
     "bwrap": lambda spec: NamespaceSandbox(spec, "bwrap"),
     "unshare": lambda spec: NamespaceSandbox(spec, "unshare"),
+    "podman": lambda spec: ContainerSandbox(spec, "podman"),
+    "docker": lambda spec: ContainerSandbox(spec, "docker"),
     "process": ProcessSandbox,
 }
 """In order of preference; `process` isolates nothing and is never chosen by itself."""
-AUTOMATIC = ("bwrap", "unshare")
+AUTOMATIC = ("bwrap", "unshare", "podman", "docker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,12 @@ def add_facts(folder: Path, *, pids: list[int], groups: list[str]) -> None:
         _write(folder, entry | {"groups": groups})
 
 
+def name_container(folder: Path, container: list[str]) -> None:
+    """Note, before it is started, the engine and the name of the container to remove."""
+    entry = json.loads((folder / _FILE).read_text())
+    _write(folder, entry | {"container": container})
+
+
 def forget(folder: Path) -> None:
     """Remove an entry's folder once all it names is gone."""
     shutil.rmtree(folder, ignore_errors=True)
