@@ -71,9 +71,10 @@ class Ingest:
         self._sync = sync
         self._executions: dict[str, _Execution] = {}
 
-    async def resume(self) -> dict[str, BranchGraph]:
+    async def resume(self, wanted: Callable[[str], bool] = lambda execution: True) -> dict[str, BranchGraph]:
         """Read what an earlier process acknowledged: the graphs, sealed or not, by execution. Calls no
-        callback.
+        callback. Executions that are not `wanted` (trained already, say) stay on disk, and `graph` reads them
+        when asked.
 
         Raises CorruptRecordError for a damaged file, StorageError when the folder can't be made or read.
         """
@@ -83,7 +84,7 @@ class Ingest:
         except OSError as error:
             raise StorageError(f"{self.directory}: {error.strerror}") from error
         graphs = {}
-        for name in names:
+        for name in filter(wanted, names):
             graphs[name] = await self._graph(self._entry(name))
         return {name: graph for name, graph in graphs.items() if graph.opened is not None}
 

@@ -76,14 +76,13 @@ class _Tail:
     def behind(self) -> int:
         return 0 if self.error is not None else max(0, self.limit - self.reader.offset)
 
-    def read(self) -> tuple[int, bytes]:
-        """(first seq, whole frames up to the limit, at most one body full)."""
-        first = self.reader.next_seq
+    def read(self) -> bytes:
+        """Whole frames up to the limit, at most one body full."""
         frames = []
         for frame in self.reader.frames(self.limit, MAX_BODY_BYTES):
             frames.append(frame.encoded())
             self.sealed = payload_kind(frame.payload) == "sealed"
-        return first, b"".join(frames)
+        return b"".join(frames)
 
 
 class FrameSender:
@@ -249,11 +248,17 @@ class FrameSender:
             await self._go_to(tail, await self._post(tail, 0, b""))
             tail.greeted = True
         while tail.behind:
-            first, body = await anyio.to_thread.run_sync(tail.read)
+            offset, first = tail.reader.offset, tail.reader.next_seq
+            body = await anyio.to_thread.run_sync(tail.read)
             if not body:
                 return
             end = tail.reader.next_seq
-            want = await self._post(tail, first, body)
+            try:
+                want = await self._post(tail, first, body)
+            except BaseException:
+                # Read but not acknowledged: still to be sent.
+                tail.reader.offset, tail.reader.next_seq, tail.sealed = offset, first, False
+                raise
             self._acknowledged += max(0, min(want, end) - first)
             if want != end:
                 await self._go_to(tail, want)

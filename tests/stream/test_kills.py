@@ -47,9 +47,10 @@ async def stream_under_kills(tmp_path: Path, kills: int, calls: int, seed: int) 
     random = Random(seed)
     port = free_port()
     backend = await start(tmp_path / "ingest", port)
+    errors: list[Exception] = []
     programs = [program(f"{i:012x}", calls, 300) for i in range(8)]
     with Flusher(tmp_path / "journal.gyre") as flusher:
-        async with FrameSender(f"http://127.0.0.1:{port}", "x") as sender:
+        async with FrameSender(f"http://127.0.0.1:{port}", "x", on_error=lambda e, x: errors.append(x)) as sender:
 
             async def write(records: list) -> None:  # type: ignore[type-arg]
                 await asyncio.sleep(random.random())
@@ -62,7 +63,8 @@ async def stream_under_kills(tmp_path: Path, kills: int, calls: int, seed: int) 
                 await backend.wait()
                 backend = await start(tmp_path / "ingest", port)
             await asyncio.gather(*writing)
-            assert await sender.drain(60)
+            assert await sender.drain(60), sender.status()
+            assert not errors
     backend.kill()
     await backend.wait()
     for records in programs:
