@@ -11,9 +11,8 @@ megatron-core names CUDA in places where any device would do. Each shim answers 
    `cpu_as_cuda()`, a mode to be held around those calls only.
 5. Pipeline p2p calls `torch.cuda.synchronize()`: gloo has finished already.
 6. Without Transformer Engine the MoE router falls over an undefined name.
-7. Importing it compiles a dozen fused functions, all of which are off here. Loading torch's compiler for them
-   is most of
-   a rank's start: while megatron-core is imported, `torch.compile` returns what it is given.
+7. Importing it compiles a dozen fused functions, all of which are off here, and loading torch's compiler for
+   them is most of a rank's start: while megatron-core is imported, `torch.compile` returns what it is given.
 """
 
 from __future__ import annotations
