@@ -60,8 +60,8 @@ def points(quick: bool) -> list[dict[str, Any]]:
         return [{**base, "workload": name} for name in ("2.4T", "122B", "mixture")]
     out = [
         {**base, "workload": name, "share": share, "S": stale}
+        for share, stale in ((0.3, 1), (0.2, 0), (0.1, 1), (0.2, 3))
         for name in WORKLOADS
-        for share, stale in ((0.2, 0), (0.1, 1), (0.3, 1), (0.2, 3))
     ]
     for name in ("2.4T", "122B", "heavy", "mixture"):
         out.append({**base, "workload": name, "B": 64})
@@ -153,6 +153,32 @@ def show(row: dict[str, Any]) -> str:
     return f"{head}  {'  '.join(cells)}  ratio {row['gyre_over_best_rival']:.3f} ({row['best_rival']})"
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "without look-ahead": {"look_ahead": False},
+    "without yielding": {"yield_to_rollout": False},
+    "without both": {"look_ahead": False, "yield_to_rollout": False},
+    "no backlog gate (b = 0)": {"backlog_s": 0.0},
+    "backlog gate of 20 round trips": {"backlog_trips": 20.0},
+    "late core (phi = .5)": {"readiness": 0.5},
+    "cells held until the step's end (s = inf)": {"starve_s": float("inf")},
+    "bursts of S + 1 steps": {"burst_steps": 2},
+    "release at the burst's end": {"release_at_burst_end": True},
+}
+
+
+def ablation() -> list[dict[str, Any]]:
+    """Step time of gyre with one rule changed over gyre as shipped, at S = 1."""
+    base = {"S": 1, "B": 32, "cells": 8, "switch": 1.0}
+    rows: list[dict[str, Any]] = [{"variant": name} for name in VARIANTS]
+    for name in ("2.4T", "122B", "narrow", "heavy", "mixture"):
+        where = scenario({**base, "workload": name, "share": 0.2}, quick=False)
+        shipped = summarize(where, where.policy("gyre"))
+        for row in rows:
+            changed = summarize(where, where.policy("gyre", **VARIANTS[row["variant"]]))
+            row[name] = changed.step_s / shipped.step_s
+    return rows
+
+
 def speeds() -> dict[str, float]:
     """Simulated events per CPU second of every preset, on the 122B workload (policy calls and clock events both count)."""
     where = scenario({"workload": "122B", "share": 0.2, "S": 1, "B": 32, "cells": 8, "switch": 1.0}, quick=False)
@@ -171,8 +197,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three points, fewer seeds")
     parser.add_argument("--json", type=Path, help="write {meta, rows}")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--ablation", action="store_true", help="only gyre against itself with one rule changed")
     parser.add_argument("--speed", action="store_true", help="only the simulator's own speed")
     args = parser.parse_args()
+    if args.ablation:
+        for row in ablation():
+            print(f"{row.pop('variant'):44}", "  ".join(f"{k} {v:.3f}" for k, v in row.items()))
+        return
     if args.speed:
         for mode, rate in speeds().items():
             print(f"{mode:12} {rate:9.0f} events/s")

@@ -86,7 +86,7 @@ def simulate(
         Write the summary.
     """
     scenario, policy = load(config)
-    chosen = {name: scenario.policy(name, **filling(name, policy.max_staleness)) for name in preset}
+    chosen = {name: scenario.policy(name, **filling(name, policy.max_staleness, scenario.cells)) for name in preset}
     chosen = chosen or {"scheduler": policy}
     if not 0 <= first_step < scenario.steps or show_steps < 1:
         raise ConfigError(f"--first-step must be below run.steps = {scenario.steps}, and --show-steps at least 1")
@@ -112,7 +112,7 @@ def simulate(
 def _table(summaries: Mapping[str, Summary], title: str = "") -> Table:
     table = Table(title=title or None)
     table.add_column("", no_wrap=True)
-    for name in ("step", "+-", "cut", "staleness", "idle", "groups/h", "GPU-h"):
+    for name in ("step", "+-", "cut", "stale", "idle", "groups/h", "GPU-h"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, s in summaries.items():
         table.add_row(
@@ -123,7 +123,7 @@ def _table(summaries: Mapping[str, Summary], title: str = "") -> Table:
             f"{s.staleness:.2f}<={s.max_staleness}",
             f"{s.idle_share:.1%}",
             f"{s.groups_per_hour:.2f}",
-            f"{s.gpu_hours_per_step:.1f}",
+            f"{s.gpu_hours_per_step:.0f}",
         )
     return table
 

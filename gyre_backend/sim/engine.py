@@ -99,6 +99,7 @@ class Simulator:
         self.events = 0
         self.virtual = 0.0
         self.speed = 0.0
+        self.speeds: dict[tuple[int, int], float] = {}
         self.served_s = 0.0
         """Virtual seconds served to all executions together: the rollout work done, whatever became of it."""
         self.touched = 0.0
@@ -172,7 +173,12 @@ class Simulator:
         """After `_sync`, when the load or the capacity has changed."""
         running = len(self.running)
         capacity = self.state.capacity
-        self.speed = self.costs.speed(running * self.slots / capacity) if running and capacity else 0.0
+        key = (running, capacity)
+        speed = self.speeds.get(key)
+        if speed is None:
+            speed = self.costs.speed(running * self.slots / capacity) if running and capacity else 0.0
+            self.speeds[key] = speed
+        self.speed = speed
         self.recorder.load(self.now, running, capacity)
 
     # ---------------------------------------------------------------------------------------- executions

@@ -93,12 +93,15 @@ def summarize(
     )
 
 
-def filling(mode: str, staleness: int | None) -> dict[str, Any]:
-    """Options with which `mode`, untuned, uses up the staleness budget S (None: the preset as it is)."""
+def filling(mode: str, staleness: int | None, cells: int) -> dict[str, Any]:
+    """Options with which `mode`, untuned, uses up the staleness budget S (None: the preset as it is) on `cells` cells."""
+    pools = {"step-switch": {"train_cells": max(1, cells // 2), "switch_ratio": 0.8 if cells > 1 else 1.0}}
+    pools["async"] = {"train_cells": max(1, cells // 4)}
+    sides: dict[str, Any] = pools.get(mode, {})
     if staleness is None:
-        return {}
+        return sides
     fill = {"burst_steps": staleness + 1} if mode == "colocate" else {"in_flight_extra": None}
-    return {"max_staleness": staleness, **fill}
+    return {"max_staleness": staleness, **fill, **sides}
 
 
 def grid(mode: str, scenario: Scenario, staleness: int) -> Iterator[dict[str, Any]]:
