@@ -95,12 +95,15 @@ class RankedTrainer:
     def model(self) -> Any:
         """A transformers module whose parameters are `named_weights`: what an engine in this process generates with.
 
-        Optimizer steps write into it. Raises UnsupportedError for a model whose checkpoint names its tensors
-        otherwise than its module does (experts).
+        Optimizer steps write into it. AttributeError for a model whose checkpoint names its tensors otherwise than
+        its module does (experts).
         """
         if self._module is None:
             tensors = {buffer.name: buffer.tensor for buffer in self.named_weights()}
-            self._module = module_over(self._hf, DTYPES[self._config.dtype], tensors)
+            try:
+                self._module = module_over(self._hf, DTYPES[self._config.dtype], tensors)
+            except UnsupportedError as error:
+                raise AttributeError(f"this trainer has no `model`: {error}") from error
         return self._module
 
     # --- a micro-step ---

@@ -119,6 +119,9 @@ def publishes_bitwise(trainer, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     held = weights_of(trainer)
     assert all(torch.equal(parameter, held[name]) for name, parameter in loaded.named_parameters())
+    ids = torch.arange(11)[None]
+    with torch.no_grad():
+        assert torch.equal(trainer.model(ids).logits, loaded.eval()(ids).logits)
     for buffer in trainer.named_weights():
         buffer.tensor.mul_(0.5)
     trainer.load_weights(41)
@@ -159,6 +162,7 @@ def publishes_bitwise_experts(trainer, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     trainer.export_hf(tmp_path / "export")
+    assert not hasattr(trainer, "model")
     wanted = load_file(tmp_path / "model.safetensors")
     found = load_file(tmp_path / "export" / "model.safetensors")
     assert wanted.keys() == found.keys()
