@@ -98,9 +98,27 @@ def _best_on_gpu() -> str:
 
 
 def rects_of(segments: tuple[Segment, ...] | list[Segment]) -> list[Rect]:
-    """Causal blocks first: every row has a log-sum-exp before anything is merged into it."""
-    own = [(s.start, s.end, s.start, s.end, True) for s in segments]
-    below = [(s.end, s.sub_end, s.start, s.end, False) for s in segments if s.sub_end > s.end]
+    """The mask as few blocks: one causal block per chain, one full rectangle per chain that hangs from
+    another.
+
+    A segment and its first child are contiguous in depth-first order, so a chain of first children is one run
+    of tokens. A chain's descendants see, of the chain it hangs from, the keys from that chain's start to the
+    branch point. With the largest child first (as `build_plan` packs) a query is in at most log2(U)
+    rectangles. Causal blocks come first: every row has a log-sum-exp before anything is merged into it.
+    """
+    own: list[Rect] = []
+    below: list[Rect] = []
+    begins: list[int] = []  # per segment: where its chain starts
+    for segment in segments:
+        above = segments[segment.parent] if segment.parent >= 0 else None
+        if above is not None and above.end == segment.start:
+            begins.append(begins[segment.parent])
+            own[-1] = (own[-1][0], segment.end, own[-1][2], segment.end, True)
+            continue
+        begins.append(segment.start)
+        own.append((segment.start, segment.end, segment.start, segment.end, True))
+        if above is not None:
+            below.append((segment.start, segment.sub_end, begins[segment.parent], above.end, False))
     return own + below
 
 

@@ -157,7 +157,7 @@ def build_plan(
                 f"execution {path.execution}: the first token of a path can't be trained, nothing predicts it"
             )
     lengths = [int(np.flatnonzero(path.call >= 0)[-1]) + 1 for path in paths]
-    trie = _Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], caps)
+    trie = _heavy_first(_Trie.of([path.token_ids[:n] for path, n in zip(paths, lengths)], caps))
     edges = _edges_of(paths, trie, executions, advantages, credit, weighting)
     return assemble(trie.ids, trie.parent, trie.mult, edges, executions)
 
@@ -368,6 +368,33 @@ class _Trie:
             mult[path] += 1
         empty = np.zeros(0, np.int64)
         return cls(np.concatenate([empty, *ids]), np.concatenate([empty, *parent]).astype(np.int64), mult, packed)
+
+
+def _heavy_first(trie: _Trie) -> _Trie:
+    """The same forest with the largest child of every branch point first: then attention takes the fewest,
+    largest blocks."""
+    columns = _segment_arrays(trie)
+    start, end, parent = (columns[name].tolist() for name in ("seg_start", "seg_end", "seg_parent"))
+    size = (columns["seg_sub_end"] - columns["seg_start"]).tolist()
+    children: dict[int, list[int]] = {}
+    for segment, above in enumerate(parent):
+        children.setdefault(above, []).append(segment)
+    order: list[int] = []
+    waiting = children.get(-1, [])[::-1]
+    while waiting:
+        segment = waiting.pop()
+        order.append(segment)
+        below = children.get(segment, [])
+        heavy = max(below, key=size.__getitem__, default=None)
+        waiting += [child for child in reversed(below) if child != heavy]
+        if heavy is not None:
+            waiting.append(heavy)
+    old = np.concatenate([np.zeros(0, np.int64), *(np.arange(start[segment], end[segment]) for segment in order)])
+    new = np.empty_like(old)
+    new[old] = np.arange(len(old))
+    above_old = trie.parent[old]
+    moved = np.where(above_old >= 0, new[np.maximum(above_old, 0)], -1) if len(old) else above_old
+    return _Trie(trie.ids[old], moved, trie.mult[old], [new[path] for path in trie.packed])
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gyre_backend.errors import TrainingError
 from gyre_backend.tree import attend
 from gyre_backend.tree.plan import build_plan
-from tests.forests import random_paths
+from tests.forests import make_path, random_paths
 
 
 def inputs_for(plan, heads=(4, 2), seed=0):
@@ -33,6 +33,29 @@ def test_backends_agree_with_the_dense_mask(seed: int, heads: tuple[int, int]) -
     for name in ("rows", "rect"):
         for found, wanted in zip(results[name], results["dense"]):
             assert (found - wanted).abs().max().item() <= 1e-13
+
+
+@given(st.integers(0, 10**6))
+def test_rectangles_tile_the_mask_and_few_cover_a_query(seed: int) -> None:
+    plan = build_plan(*random_paths(seed, executions=4, branches=6))
+    segments = plan.segments()
+    count = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.int64)
+    merges = torch.zeros(plan.num_tokens, dtype=torch.int64)
+    for qa, qb, ka, kb, causal in attend.rects_of(segments):
+        block = torch.ones(qb - qa, kb - ka, dtype=torch.int64)
+        count[qa:qb, ka:kb] += block.tril() if causal else block
+        merges[qa:qb] += not causal
+    assert torch.equal(count, attend.dense_mask(segments, plan.num_tokens).long())
+    assert (2**merges <= max(1, plan.num_tokens)).all()
+
+
+def test_a_leaf_per_turn_takes_two_blocks_per_leaf() -> None:
+    history = list(range(1, 30))
+    paths = [
+        make_path("a", [*history[: 3 * t], 40 + t, 50], [-1] * (3 * t) + [t, t], leaf=str(t)) for t in range(1, 10)
+    ]
+    plan = build_plan(paths, {"a": 1.0})
+    assert len(attend.rects_of(plan.segments())) == 2 * 9 - 1
 
 
 def test_self_test_passes_here() -> None:
