@@ -22,6 +22,17 @@ from gyre_sdk.errors import SandboxError
 
 _locks: dict[str, asyncio.Lock] = {}
 _INSTALL_S = 900.0
+_BUILDERS = (
+    "pip>=25",
+    "setuptools>=77",
+    "wheel",
+    "hatchling>=1.27",
+    "flit_core>=3.11",
+    "poetry-core>=2",
+    "setuptools-scm>=8",
+    "hatch-vcs",
+)
+"""Build back ends that most packages use: pip asks them for an sdist's metadata when it fetches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +92,7 @@ async def sdist(pin: Pin, backend: str) -> Path:
 
 async def _fetch(pin: Pin, final: Path, backend: str) -> None:
     """pip reads an sdist's metadata by running its build, so it does that in a sandbox."""
-    base = Path(sys.base_prefix).resolve()
-    mounts = {} if base.is_relative_to("/usr") else {base: str(base)}
+    shop = await workshop(_BUILDERS)
     keep = (
         "PIP_INDEX_URL",
         "PIP_EXTRA_INDEX_URL",
@@ -93,16 +103,12 @@ async def _fetch(pin: Pin, final: Path, backend: str) -> None:
         "NO_PROXY",
     )
     env = {name: os.environ[name] for name in keep if name in os.environ}
-    spec = SandboxSpec(
-        name="fetch",
-        network=Network("on"),
-        read_only_mounts=mounts,
-        env=env,
-        limits=Limits(memory_mb=2048, disk_mb=2048),
+    limits = Limits(memory_mb=2048, disk_mb=1024)
+    sandbox = choose.create(
+        SandboxSpec(name="fetch", network=Network("on"), read_only_mounts=shop.mounts, env=env, limits=limits), backend
     )
-    sandbox = choose.create(spec, backend)
-    python = base / "bin" / f"python3.{sys.version_info.minor}"
-    command = f"{python} -m pip download -q --no-deps --no-binary :all: -d /app/out {pin.package}=={pin.version}"
+    options = "-q --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation"
+    command = f"{shop.venv}/bin/python -m pip download {options} -d /app/out {pin.package}=={pin.version}"
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gyre-sdist-", dir=final.parent) as folder:
         try:

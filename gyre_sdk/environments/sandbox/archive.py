@@ -6,9 +6,14 @@ import os
 import shutil
 import stat
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from gyre_sdk.errors import SandboxError
+
+_PADDING_BYTES = 1 << 20
+"""How much is read behind an archive's end mark, at most."""
 
 
 def pack(source: Path, fd: int, *, name: str | None) -> None:
@@ -35,7 +40,7 @@ def unpack(fd: int, target: Path, *, single: bool, limit_mb: int) -> None:
     left = limit_mb << 20
     try:
         with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file, mode="r|") as archive:
-            for member in archive:
+            for member in _members(archive, file):
                 left -= member.size
                 if left < 0:
                     raise SandboxError(f"what was asked for is larger than {limit_mb} MiB")
@@ -52,6 +57,14 @@ def unpack(fd: int, target: Path, *, single: bool, limit_mb: int) -> None:
         if not single and "empty" in str(error):
             return
         raise SandboxError(f"the sandbox's answer is no archive: {error}") from error
+
+
+def _members(archive: tarfile.TarFile, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """The members, then the padding behind the end mark: a writer whose pipe closes before that dies of SIGPIPE."""
+    yield from archive
+    for _ in range(_PADDING_BYTES // 65536):
+        if not file.read(65536):
+            return
 
 
 def _write_single(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
