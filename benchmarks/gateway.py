@@ -8,6 +8,7 @@ while its tool and its model run; with `--think 0` the clients saturate the gate
 
 overhead_ms_*      client's send to client's receipt of a whole reply; the engine answers at once, so all of it is ours
 calls_per_s        over the whole row
+cpu_ms_per_call    CPU time of the gateway's process, all threads: what other load on the machine does not change much
 late_over_early    median overhead of turns 46-50 over that of turns 4-8
 bytes_per_unique_token   resident memory added by the executions, over unique tokens in their graphs
 fsync_ms_p50       what the disk takes for one sync of 2 kB, measured next to it: each call needs two
@@ -125,12 +126,12 @@ async def _row(concurrency: int, turns: int, think: float, folder: Path) -> dict
     async with gateway.serving() as url:
         handles = [await gateway.open(ExecutionSpec()) for _ in range(concurrency)]
         before = _resident()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         port, tokens = int(url.rpartition(":")[2]), [handle.token for handle in handles]
         process = context.Process(target=_clients, args=(port, tokens, turns, think, results), daemon=True)
         process.start()
         seconds = await asyncio.to_thread(results.get)
-        elapsed = time.perf_counter() - started
+        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         await asyncio.to_thread(process.join)
         added = _resident() - before
         unique = sum(handle.graph.unique_tokens for handle in handles)
@@ -148,6 +149,7 @@ async def _row(concurrency: int, turns: int, think: float, folder: Path) -> dict
         "overhead_ms_p50": round(statistics.median(overhead), 2),
         "overhead_ms_p99": round(overhead[min(len(overhead) - 1, int(0.99 * len(overhead)))], 2),
         "calls_per_s": round(len(overhead) / elapsed, 1),
+        "cpu_ms_per_call": round(cpu * 1e3 / len(overhead), 2),
         "late_over_early": round(late / early, 2),
         "bytes_per_unique_token": round(added / unique, 1),
         "unique_tokens": unique,
@@ -168,8 +170,8 @@ def _fsync_ms(folder: Path) -> float:
     return statistics.median(times) * 1e3
 
 
-COLUMNS = ("concurrency", "think_s", "overhead_ms_p50", "overhead_ms_p99", "calls_per_s", "late_over_early")
-COLUMNS += ("bytes_per_unique_token", "fsync_ms_p50")
+COLUMNS = ("concurrency", "think_s", "overhead_ms_p50", "overhead_ms_p99", "calls_per_s", "cpu_ms_per_call")
+COLUMNS += ("late_over_early", "bytes_per_unique_token", "fsync_ms_p50")
 
 
 def main() -> None:

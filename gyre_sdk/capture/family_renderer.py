@@ -6,7 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gyre_sdk.capture.model import Ids, ParsedReply, Part, Reply, Tool, ToolCall, join_messages
+from gyre_sdk.capture.model import (
+    SYSTEMS_PROBE,
+    Ids,
+    ParsedReply,
+    Part,
+    Reply,
+    Tool,
+    ToolCall,
+    join_messages,
+    one_system,
+)
 from gyre_sdk.capture.tokenizer import FolderTokenizer
 from gyre_sdk.errors import ConfigError, RequestError
 
@@ -30,8 +40,14 @@ class FamilyRenderer:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+        self._one_system = False
+        try:
+            self.render([*SYSTEMS_PROBE, Part("user", "f")], ())
+        except RequestError:
+            self._one_system = True
 
     def render(self, parts: Sequence[Part], tools: Sequence[Tool]) -> list[int]:
+        parts = one_system(parts) if self._one_system else parts
         try:
             return list(
                 self._renderer.render_ids(join_messages(parts), tools=_openai(tools), add_generation_prompt=True)
@@ -41,6 +57,7 @@ class FamilyRenderer:
 
     def bridge(self, prompt_tail: Ids, output: Ids, new: Sequence[Part], tools: Sequence[Tool]) -> list[int] | None:
         tail, said = prompt_tail.tolist(), output.tolist()
+        new = one_system(new, start=False) if self._one_system else new
         try:
             bridged = self._renderer.bridge_to_next_turn(tail, said, join_messages(new), tools=_openai(tools))
         except (ValueError, TypeError, KeyError, AssertionError) as error:

@@ -174,6 +174,22 @@ TAIL = 1024
 """How many of a prompt's last ids a renderer gets to see when it extends a context or reads a reply."""
 
 
+SYSTEMS_PROBE = (Part("system", "a"), Part("system", "b"), Part("user", "c"), Part("text", "d"), Part("system", "e"))
+"""A conversation that templates with room for one system message only, at the start, refuse."""
+
+
+def one_system(parts: Sequence[Part], *, start: bool = True) -> list[Part]:
+    """For such templates: system parts at the start are joined, later ones (a harness's reminders) become a user's.
+
+    start: the parts are a conversation from its beginning, not what follows in a known one.
+    """
+    leading = 0
+    while start and leading < len(parts) and parts[leading].kind == "system":
+        leading += 1
+    joined = [Part("system", "\n\n".join(part.text for part in parts[:leading]))] if leading else []
+    return joined + [Part("user", part.text) if part.kind == "system" else part for part in parts[leading:]]
+
+
 def to_ids(ids: Sequence[int]) -> Ids:
     """int32 array of ids; a long list is converted piece by piece, so that other threads get their turn."""
     if len(ids) < 100_000:

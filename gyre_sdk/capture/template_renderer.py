@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from gyre_sdk.capture import hermes
-from gyre_sdk.capture.model import ASSISTANT_KINDS, Ids, ParsedReply, Part, Reply, Tool, join_messages
+from gyre_sdk.capture.model import (
+    ASSISTANT_KINDS,
+    SYSTEMS_PROBE,
+    Ids,
+    ParsedReply,
+    Part,
+    Reply,
+    Tool,
+    join_messages,
+    one_system,
+)
 from gyre_sdk.capture.tokenizer import FolderTokenizer
 from gyre_sdk.errors import ConfigError, RequestError
 
@@ -32,6 +42,11 @@ class TemplateRenderer:
         self._variables = variables
         self._stops = frozenset(self.stop_ids)
         self._native_tools = self._knows_tools()
+        self._one_system = False
+        try:
+            self._text([*SYSTEMS_PROBE, Part("user", "f")], ())
+        except RequestError:
+            self._one_system = True
         self.problems = prove(self)
         """Why this template can't be extended exactly; empty when it can."""
 
@@ -53,7 +68,7 @@ class TemplateRenderer:
 
     def messages(self, parts: Sequence[Part], tools: Sequence[Tool]) -> list[dict[str, Any]]:
         """Messages as this template takes them: tools, calls and results in text where it knows none."""
-        messages = join_messages(parts)
+        messages = join_messages(one_system(parts) if self._one_system else parts)
         if self._native_tools:
             return messages
         result: list[dict[str, Any]] = []
