@@ -70,5 +70,8 @@ def _escape(text: str) -> str:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends like Ctrl-C: sandboxes, engines and temporary folders are cleaned up on the way out."""
-    raise KeyboardInterrupt
+    """SIGTERM ends like Ctrl-C: sandboxes, engines and temporary folders are cleaned up on the way out.
+
+    Raised as the other signal, since the event loop turns that one into an orderly cancellation.
+    """
+    signal.raise_signal(signal.SIGINT)

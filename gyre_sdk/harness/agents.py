@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
-from gyre_sdk.errors import ConfigError, HarnessError
+from gyre_sdk.errors import ConfigError, HarnessError, SandboxError
 from gyre_sdk.harness.preset import HarnessPreset, fill
 
 if TYPE_CHECKING:
     from gyre_sdk.environments import Sandbox, Task
+
+log = logging.getLogger(__name__)
 
 CONFIG_DIR = "/tmp/gyre-harness"
 """Where a harness's configuration and trajectory live inside the sandbox."""
@@ -134,7 +138,10 @@ class CliAgent:
         if not self.preset.trajectory:
             return
         source = fill(self.preset.trajectory, self._values(context))
-        found = await sandbox.exec(f"test -f '{source}'", timeout=10)
-        if found.rc == 0:
-            context.keep.mkdir(parents=True, exist_ok=True)
-            await sandbox.download(source, context.keep / PurePosixPath(source).name)
+        try:
+            found = await sandbox.exec(f"test -f {shlex.quote(source)}", timeout=10)
+            if found.rc == 0:
+                context.keep.mkdir(parents=True, exist_ok=True)
+                await sandbox.download(source, context.keep / PurePosixPath(source).name)
+        except SandboxError as error:
+            log.warning("%s: its trajectory could not be kept: %s", self.name, error)  # evidence, not the result

@@ -11,7 +11,7 @@ from gyre_sdk.environments import Task, grade, load_tasks, make_sandbox
 from .conftest import EXAMPLES
 
 TASKS = {task.name: task for task in load_tasks(EXAMPLES)}
-PARTS = {"make-file": "touch any", "write-line": "echo hi > greeting.txt", "count-lines": "echo 12 > count.txt"}
+PARTS = {"make-file": "touch any", "write-line": "echo hi > greeting.txt", "make-folder": "mkdir other"}
 pytestmark = pytest.mark.anyio
 
 
@@ -42,4 +42,4 @@ async def test_oracle_nop_and_part(name: str, best: str, tmp_path: Path) -> None
 
 
 async def test_the_process_backend_can_grade_them_too(tmp_path: Path) -> None:
-    assert await _score(TASKS["count-lines"], "process", None, tmp_path) == 1
+    assert await _score(TASKS["make-folder"], "process", None, tmp_path) == 1

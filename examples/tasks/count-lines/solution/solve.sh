@@ -1,2 +1,0 @@
-#!/bin/bash
-wc -l < notes.txt > count.txt
