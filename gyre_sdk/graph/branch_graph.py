@@ -19,7 +19,7 @@ from gyre_sdk.graph import folding, roles, views
 from gyre_sdk.graph.nodes import NO_IDS, Call, CallLink, Int32, Leaf, Node
 from gyre_sdk.graph.resolve import ResolvedPrefix, resolve
 from gyre_sdk.graph.tree import ROOT, TokenTree
-from gyre_sdk.wire.records import Event, Opened, Outcome, Record, Role, Sealed
+from gyre_sdk.wire.records import Event, Failed, Intent, Labelled, Link, Opened, Outcome, Record, Result, Role, Sealed
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -37,7 +37,7 @@ class BranchGraph:
         self.events: list[Event] = []
         self._calls: dict[int, Call] = {}
         self._labels: dict[int, tuple[float, Role, str]] = {}
-        self._links: set[CallLink] = set()
+        self._links: dict[int, set[CallLink]] = {}
         self._tree = TokenTree(self._calls)
         self._roles: dict[int, Role] = {}
 
@@ -61,7 +61,7 @@ class BranchGraph:
         """
         folding.check(self, record)
         folding.fold(self, record)
-        self._roles.clear()
+        self._forget_roles(record)
 
     # -- what it holds -------------------------------------------------------------------------------------
 
@@ -109,12 +109,15 @@ class BranchGraph:
         """Typed edges between calls other than `continues`, sorted: recorded ones, and re-renders that
         intents tell of.
         """
-        implied = {
-            CallLink("rerenders", call.rerender_of, call.number, call.rerender)
-            for call in self._calls.values()
-            if call.rerender and call.rerender_of >= 0
-        }
-        return sorted(self._links | implied, key=lambda k: (k.target, k.source, k.kind, k.reason, k.inferred))
+        return [link for number in sorted(self._calls) for link in self.links_to(number)]
+
+    def links_to(self, call: int) -> list[CallLink]:
+        """The typed edges that lead to one call, sorted."""
+        found = set(self._links.get(call, ()))
+        entry = self._calls[call]
+        if entry.rerender and entry.rerender_of >= 0:
+            found.add(CallLink("rerenders", entry.rerender_of, call, entry.rerender))
+        return sorted(found, key=lambda k: (k.source, k.kind, k.reason, k.inferred))
 
     # -- looking up ----------------------------------------------------------------------------------------
 
@@ -241,6 +244,20 @@ class BranchGraph:
         context.
         """
         return roles.role_of_call(self, call, self._roles)
+
+    def _forget_roles(self, record: Record) -> None:
+        """Roles follow from smaller to larger numbers: what a record tells of a call concerns that call and
+        later ones.
+        """
+        match record:
+            case Intent() | Result() | Failed() | Labelled():
+                first = record.call
+            case Link():
+                first = record.target
+            case _:
+                return
+        while self._roles and next(reversed(self._roles)) >= first:
+            self._roles.popitem()
 
     # -- other forms ---------------------------------------------------------------------------------------
 

@@ -138,7 +138,8 @@ def fold(graph: BranchGraph, record: Record) -> None:
             if entry.delivered is not True:
                 entry.delivered, entry.delivered_at = record.complete, record.at
         case Link():
-            graph._links.add(CallLink(record.kind, record.source, record.target, record.reason, record.inferred))
+            link = CallLink(record.kind, record.source, record.target, record.reason, record.inferred)
+            graph._links.setdefault(record.target, set()).add(link)
         case Labelled():
             known = graph._labels.get(record.call)
             mine = (record.at, record.role, record.reason)

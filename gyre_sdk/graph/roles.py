@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gyre_sdk.graph.nodes import CallLink
 from gyre_sdk.wire.records import Role
 
 if TYPE_CHECKING:
@@ -34,28 +33,20 @@ def role_of_call(graph: BranchGraph, call: int, known: dict[int, Role]) -> Role:
     after a compaction is what was compacted, and otherwise a call is what the call was whose reply it builds
     on. A context from nowhere is `main`.
 
-    `known` is filled with what is found on the way; the caller empties it when the graph changes.
+    `known` holds the roles of all calls up to its last one and is filled on; the caller cuts it when the
+    graph changes.
     """
-    if not known:
-        _fill(graph, known)
+    if call not in known:
+        last = next(reversed(known), -1)
+        # Links and bases lead from smaller to larger numbers, so one pass in order suffices.
+        for number in sorted(n for n in graph.calls if last < n <= call):
+            label = graph._labels.get(number)
+            known[number] = label[1] if label is not None else _inherited(graph, number, known)
     return known[call]
 
 
-def _fill(graph: BranchGraph, known: dict[int, Role]) -> None:
-    incoming: dict[int, list[CallLink]] = {}
-    for link in graph.links():
-        incoming.setdefault(link.target, []).append(link)
-    # Links and bases lead from smaller to larger numbers, so one pass in order suffices.
-    for number in sorted(graph.calls):
-        label = graph._labels.get(number)
-        if label is not None:
-            known[number] = label[1]
-        else:
-            known[number] = _inherited(graph, number, incoming.get(number, []), known)
-
-
-def _inherited(graph: BranchGraph, number: int, links: list[CallLink], known: dict[int, Role]) -> Role:
-    for link in sorted(links, key=lambda k: (_ORDER[k.kind], -k.source)):
+def _inherited(graph: BranchGraph, number: int, known: dict[int, Role]) -> Role:
+    for link in sorted(graph.links_to(number), key=lambda k: (_ORDER[k.kind], -k.source)):
         source = known.get(link.source)
         if source is None:
             continue

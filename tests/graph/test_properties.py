@@ -146,6 +146,18 @@ def test_any_order_that_respects_time_gives_the_same_graph(program: list[Step], 
 
 
 @given(programs)
+def test_roles_asked_for_on_the_way_are_those_of_the_end(program: list[Step]) -> None:
+    records = Harness().run(program).truth.records
+    watched = BranchGraph()
+    for record in records:
+        watched.apply(record)
+        for call in watched.calls:
+            watched.role_of_call(call)
+    fresh = BranchGraph.replay(records)
+    assert [watched.role_of_call(c) for c in watched.calls] == [fresh.role_of_call(c) for c in fresh.calls]
+
+
+@given(programs)
 def test_ids_are_stable_while_the_graph_grows(program: list[Step]) -> None:
     harness = Harness().run(program)
     graph = BranchGraph()
