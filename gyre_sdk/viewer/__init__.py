@@ -1,0 +1,1 @@
+"""`gyre view`: a local, read-only page over a run's folder. Run, execution, segment."""
