@@ -1,1 +1,0 @@
-"""`gyre view`: a local, read-only page over a run's folder. Run, execution, segment."""
