@@ -25,10 +25,10 @@ from gyre_sdk.wire.records import (
 )
 
 if TYPE_CHECKING:
-    from gyre_sdk.graph.branch_graph import BranchGraph
+    from gyre_sdk.graph.state import GraphState
 
 
-def base_end(graph: BranchGraph, base_call: int, base_len: int) -> tuple[Node | None, int]:
+def base_end(graph: GraphState, base_call: int, base_len: int) -> tuple[Node | None, int]:
     """(end of the base call's path, base_len). Raises GraphError unless the call is finished and that
     long.
     """
@@ -40,7 +40,7 @@ def base_end(graph: BranchGraph, base_call: int, base_len: int) -> tuple[Node | 
     return base.last, base_len
 
 
-def check(graph: BranchGraph, record: Record) -> None:
+def check(graph: GraphState, record: Record) -> None:
     """Raises GraphError when `record` can't follow what the graph holds."""
     if isinstance(record, Opened):
         if graph.opened is not None:
@@ -77,14 +77,14 @@ def check(graph: BranchGraph, record: Record) -> None:
             pass
 
 
-def _known(graph: BranchGraph, call: int) -> Call:
+def _known(graph: GraphState, call: int) -> Call:
     entry = graph._calls.get(call)
     if entry is None:
         raise GraphError(f"call {call} is unknown")
     return entry
 
 
-def _check_intent(graph: BranchGraph, record: Intent) -> None:
+def _check_intent(graph: GraphState, record: Intent) -> None:
     if record.call in graph._calls:
         raise GraphError(f"call {record.call} began twice")
     if record.call < 0:
@@ -120,7 +120,7 @@ def _ids(call: int, data: bytes) -> Int32:
         raise GraphError(f"call {call}: {error}") from error
 
 
-def fold(graph: BranchGraph, record: Record) -> None:
+def fold(graph: GraphState, record: Record) -> None:
     """Apply a record that was checked."""
     match record:
         case Opened():
@@ -151,7 +151,7 @@ def fold(graph: BranchGraph, record: Record) -> None:
             graph.sealed = record
 
 
-def _pending(record: Intent, graph: BranchGraph) -> Call:
+def _pending(record: Intent, graph: GraphState) -> Call:
     call = Call(record.call, record.at)
     call.dialect = record.dialect
     call.base_call, call.base_len = record.base_call, record.base_len
@@ -172,7 +172,7 @@ def _keep_partial(call: Call, record: Partial) -> None:
     call.versions = tuple(kept) + record.versions
 
 
-def _commit(graph: BranchGraph, call: Call, record: Result) -> None:
+def _commit(graph: GraphState, call: Call, record: Result) -> None:
     """Put a finished call's tokens into the tree: the one place where it grows."""
     call.output_ids = _frozen(unpack_ids(record.ids))
     call.logprobs = _frozen_floats(unpack_floats(record.logprobs))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gyre_sdk.wire.records import Role
 
 if TYPE_CHECKING:
-    from gyre_sdk.graph.branch_graph import BranchGraph
+    from gyre_sdk.graph.state import GraphState
 
 ROLES: tuple[Role, ...] = ("main", "main-summary", "subagent", "subagent-summary", "auxiliary")
 
@@ -28,7 +28,7 @@ def summary_role(role: Role) -> Role:
     return "subagent-summary" if role == "subagent" else role
 
 
-def role_of_call(graph: BranchGraph, call: int, known: dict[int, Role]) -> Role:
+def role_of_call(graph: GraphState, call: int, known: dict[int, Role]) -> Role:
     """A recorded label decides. Else a retry is what the first try was, a forked call is a subagent, a call
     after a compaction is what was compacted, and otherwise a call is what the call was whose reply it builds
     on. A context from nowhere is `main`.
@@ -45,7 +45,7 @@ def role_of_call(graph: BranchGraph, call: int, known: dict[int, Role]) -> Role:
     return known[call]
 
 
-def _inherited(graph: BranchGraph, number: int, known: dict[int, Role]) -> Role:
+def _inherited(graph: GraphState, number: int, known: dict[int, Role]) -> Role:
     for link in sorted(graph.links_to(number), key=lambda k: (_ORDER[k.kind], -k.source)):
         source = known.get(link.source)
         if source is None:

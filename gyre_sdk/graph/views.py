@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from gyre_sdk.graph.nodes import Call, CallLink, Node
+from gyre_sdk.graph.roles import role_of_call
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from gyre_sdk.graph.branch_graph import BranchGraph
+    from gyre_sdk.graph.state import GraphState
 
 
 class TypedEdge(NamedTuple):
@@ -26,7 +27,7 @@ class TypedEdge(NamedTuple):
     link: CallLink
 
 
-def typed_edges(graph: BranchGraph) -> Iterator[TypedEdge]:
+def typed_edges(graph: GraphState) -> Iterator[TypedEdge]:
     """Each link between two finished calls, as an edge between nodes.
 
     It ends at the first node that the target call brought into the graph (the first on its path with itself
@@ -52,7 +53,7 @@ def first_own(call: Call) -> Node | None:
     return found
 
 
-def broken_node(graph: BranchGraph, old: int, new: int) -> Node | None:
+def broken_node(graph: GraphState, old: int, new: int) -> Node | None:
     """The first node on the old call's path that the new call's path doesn't share; the old end when it
     shares all.
     """
@@ -63,7 +64,7 @@ def broken_node(graph: BranchGraph, old: int, new: int) -> Node | None:
     return graph.calls[old].last
 
 
-def to_networkx(graph: BranchGraph) -> nx.DiGraph:
+def to_networkx(graph: GraphState) -> nx.DiGraph:
     """A new DiGraph. Node attributes: provenance, call, offset, start, length, owner, role, `token_ids`
     (int32[n]), and for sampled nodes `logprobs` (float32[n]) and `versions` (spans within the node). Edge
     attributes: kind, reason, inferred, source_call, target_call; a pair of nodes joined for several reasons
@@ -94,7 +95,7 @@ def to_networkx(graph: BranchGraph) -> nx.DiGraph:
     return result
 
 
-def graph_attributes(graph: BranchGraph) -> dict[str, str | float | bool]:
+def graph_attributes(graph: GraphState) -> dict[str, str | float | bool]:
     """Facts about the execution, as plain values."""
     facts: dict[str, str | float | bool] = {"execution": graph.execution}
     if graph.opened is not None:
@@ -107,7 +108,7 @@ def graph_attributes(graph: BranchGraph) -> dict[str, str | float | bool]:
     return facts
 
 
-def node_attributes(graph: BranchGraph, node: Node) -> dict[str, Any]:
+def node_attributes(graph: GraphState, node: Node) -> dict[str, Any]:
     """What `to_networkx` says of a node."""
     facts: dict[str, Any] = {
         "provenance": node.provenance,
@@ -116,7 +117,7 @@ def node_attributes(graph: BranchGraph, node: Node) -> dict[str, Any]:
         "start": node.start,
         "length": len(node),
         "owner": node.owner,
-        "role": graph.role_of_call(node.owner),
+        "role": role_of_call(graph, node.owner, graph._roles),
         "token_ids": node.token_ids,
     }
     if node.call >= 0:
@@ -134,7 +135,7 @@ def node_attributes(graph: BranchGraph, node: Node) -> dict[str, Any]:
     return facts
 
 
-def digest(graph: BranchGraph) -> str:
+def digest(graph: GraphState) -> str:
     """BLAKE2b over the canonical form: nodes by id, calls by number, links, labels, outcome."""
     state = hashlib.blake2b(digest_size=16)
     put = msgspec.msgpack.Encoder(order="sorted").encode
