@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gyre_backend.cells.policy import PRESETS, PolicyConfig, preset
 from gyre_backend.sim.costs import Costs
 from gyre_backend.sim.engine import Simulator
+from gyre_backend.sim.queue_drop import QueueDrop
 from gyre_backend.sim.result import SimResult
 from gyre_backend.sim.workload import LogNormal, Workload
 
@@ -114,3 +115,18 @@ def test_equal_seeds_give_equal_runs() -> None:
     first, again = (simulate(config, LogNormal(600, 0.8), seed=5) for _ in range(2))
     assert first == again
     assert first != simulate(config, LogNormal(600, 0.8), seed=6)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        QueueDrop(concurrency=256, batch=64, group=8, queue=1, rho=0.5, sigma=0.7),
+        QueueDrop(concurrency=128, batch=64, group=8, queue=1, rho=0.7, sigma=0.5),
+        QueueDrop(concurrency=256, batch=64, group=1, queue=1, rho=0.7, sigma=0.7),
+        QueueDrop(concurrency=256, batch=64, group=8, queue=1, rho=1.5, sigma=0.7),
+        QueueDrop(concurrency=256, batch=64, group=8, queue=2, rho=1.5, sigma=0.7),
+        QueueDrop(concurrency=256, batch=64, group=8, queue=1, rho=2.5, sigma=0.7),
+    ],
+)
+def test_the_published_staleness_formula_holds_within_5_percent(system: QueueDrop) -> None:
+    assert system.simulate(steps=220, warmup=60) == pytest.approx(system.formula(), rel=0.05)
