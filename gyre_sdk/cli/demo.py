@@ -132,7 +132,7 @@ def _facts(
         ("tokens sampled", sampled or "-"),
         ("tokens trained on", shared),
         ("optimizer steps", str(len(rows))),
-        ("loss", ", ".join(f"{row['loss']:.4f}" for row in rows) or "-"),
+        ("loss", ", ".join(f"{row['loss']:.3g}" for row in rows) or "-"),
         ("gradient norm", ", ".join(f"{row['grad_norm']:.3f}" for row in rows) or "-"),
         ("step seconds", ", ".join(f"{_step_seconds(row):.1f}" for row in rows) or "-"),
         *((f"checked against {name}", str(audit)) for name, audit in audits.items()),
