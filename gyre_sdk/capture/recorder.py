@@ -31,6 +31,9 @@ from gyre_sdk.sampling import ModelInfo, Sampling, TokenClient
 from gyre_sdk.wire import pack_floats, pack_ids
 from gyre_sdk.wire.records import Delivered, Event, Failed, Intent, Outcome, Record, Result, Sealed
 
+MAX_UNDELIVERED = 32
+"""Finished replies of one execution that wait for their retry."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -341,8 +344,15 @@ class Recorder:
         elif call.consumers == 0:
             if call.reply is not None:
                 self.write(Delivered(call=call.number, at=time.time(), complete=False))
+                self._bound_undelivered()
             else:
                 self.waiting.left(call)
+
+    def _bound_undelivered(self) -> None:
+        """Replies that nobody came back for are not kept for ever: the oldest go first."""
+        undelivered = sorted(number for number, call in self.live.items() if call.done and call.consumers == 0)
+        for number in undelivered[:-MAX_UNDELIVERED]:
+            self._leave(self.live[number])
 
     def _abandon(self, call: LiveCall) -> None:
         """Nobody came back for the call: stop the engine, keep the partial tokens on record."""

@@ -34,6 +34,7 @@ async def serve_app(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
     config = uvicorn.Config(
         app,
         log_config=None,
+        log_level="critical",  # it calls every stream that is broken on purpose an error
         access_log=False,
         lifespan="off",
         ws="none",
