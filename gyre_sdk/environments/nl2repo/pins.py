@@ -24,26 +24,20 @@ class Pin:
     packages: tuple[str, ...]
     """What the candidate must write: the only paths that are taken from it."""
     tests: tuple[str, ...]
-    """Hidden paths: tests, with their data and configuration."""
+    """Hidden paths: tests, with their data and configuration. Those whose name begins with `test` are what pytest is given."""
     requires: tuple[str, ...] = ()
     """Pinned requirements of the code and its tests; pytest's own pin is PYTEST unless named here."""
     plugins: tuple[str, ...] = ()
     """Pytest plugins to load by name: the automatic loading is off."""
     arguments: str = ""
     """More arguments for pytest."""
-    generated: tuple[tuple[str, str], ...] = ()
-    """Files that a build makes (path, content), such as a version module."""
 
     @property
     def command(self) -> str:
         """How the tests are run."""
         named = " ".join(f"-p {name}" for name in self.plugins)
-        targets = " ".join(path for path in self.tests if not path.endswith((".ini", ".cfg", ".toml")))
-        return " ".join(
-            part
-            for part in ("pytest", named, self.arguments, targets if "--pyargs" not in self.arguments else "")
-            if part
-        )
+        targets = " ".join(path for path in self.tests if Path(path).name.startswith("test"))
+        return " ".join(part for part in ("pytest", named, self.arguments, targets) if part)
 
     @property
     def environment(self) -> tuple[str, ...]:
@@ -61,6 +55,5 @@ def pins() -> dict[str, Pin]:
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
         }
-        fields["generated"] = tuple((item[0], item[1]) for item in entry.get("generated", ()))
         found[task.lower()] = Pin(task=task, **fields)
     return found
