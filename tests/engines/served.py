@@ -142,7 +142,8 @@ def process(command: tuple[str, ...], url: str | None, log: Path, seconds: float
     """Start a server; yields its URL once it is healthy (from its ready line when `url` is None); ends it afterwards."""
     with log.open("wb") as errors:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-    assert child.stdin is not None and child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout is not None
     try:
         if url is None:
             line = child.stdout.readline()

@@ -236,7 +236,8 @@ def test_pause_in_place_freezes(server: Served) -> None:
     before = call.tokens
     time.sleep(0.5)
     assert call.tokens == before
-    assert not new.done and not new.tokens
+    assert not new.done
+    assert not new.tokens
     assert server.post("/flush_cache").status_code == 400
     assert server.http.get("/ready").status_code == 503
     assert server.post("/continue_generation").status_code == 200
@@ -289,7 +290,8 @@ def test_update_from_disk_and_back(server: Served) -> None:
     changed = server.generate(ids, 8)
     assert server.version == changed["meta_info"]["weight_version"] == "2"
     assert changed["meta_info"]["cached_tokens"] == 0
-    assert server.checksum != checksum and changed["output_ids"] != out
+    assert server.checksum != checksum
+    assert changed["output_ids"] != out
     server.ok("/update_weights_from_disk", {"model_path": server.home, "weight_version": "1"})
     assert server.checksum == checksum
     assert server.generate(ids, 8)["output_ids"] == out
@@ -309,7 +311,8 @@ def test_update_waits_for_running_calls_but_not_when_paused(server: Served) -> N
     server.ok("/update_weights_from_disk", body)
     returned = time.monotonic()
     call.result()
-    assert call.ended is not None and call.ended < returned + 0.5
+    assert call.ended is not None
+    assert call.ended < returned + 0.5
     call = server.start(count=150).wait_tokens()
     server.post("/pause_generation", {"mode": "in_place"})
     server.ok("/update_weights_from_disk", body)
