@@ -186,7 +186,8 @@ def _column(measured: dict[str, dict[str, float]], name: str) -> dict[str, float
 def _selected(shape: Shape, seed: int, j_max: int | None) -> tuple[Sequence[TrainPath], dict[str, float]]:
     graphs = recorded_group(shape, seed=seed, vocabulary=MODEL["vocab_size"], group=f"g{seed}.")
     found = select_group(graphs, SelectionConfig(j_max=j_max, equal_rewards="keep"))
-    return found.paths, found.advantages
+    # A group of one has advantage 0, and a gradient of 0 would make every layout look exact.
+    return found.paths, {execution: value or 1.0 for execution, value in found.advantages.items()}
 
 
 def _single_paths(group: tuple[Sequence[TrainPath], dict[str, float]]) -> list[TreePlan]:
