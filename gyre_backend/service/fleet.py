@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from gyre_backend.cells.client import CellClient
 from gyre_backend.cells.runtime import CellHandle, CellRuntime
@@ -33,6 +34,7 @@ class Cell:
     restarts: int = 0
     failing: str = ""
     """Why it is being taken down; empty while it is fine."""
+    failed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     watch: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -98,7 +100,7 @@ class Fleet:
         cell.client = CellClient(
             cell.name, ready, self._token, call_s=table.call_timeout_s, long_s=table.micro_timeout_s
         )
-        cell.version, cell.failing = ready.version, ""
+        cell.version, cell.failing, cell.failed = ready.version, "", asyncio.Event()
         cell.watch = asyncio.create_task(self._watch(cell), name=f"watch-{cell.name}")
         log.info("%s is up: pid %d, %s, %.1f s", cell.name, ready.pid, ready.url, time.monotonic() - begun)
         return ready
@@ -114,6 +116,7 @@ class Fleet:
         if cell.failing or cell.handle is None:
             return
         cell.failing = why
+        cell.failed.set()
         log.warning("%s is taken down: %s", cell.name, why)
 
     async def _watch(self, cell: Cell) -> None:
@@ -122,24 +125,15 @@ class Fleet:
         assert cell.client is not None
         handle, client = cell.handle, cell.client
         gone = asyncio.create_task(handle.wait())
-        table = self.config.cells
-        last_answer = time.monotonic()
+        failed = asyncio.create_task(cell.failed.wait())
         try:
-            while not gone.done() and not cell.failing:
-                await asyncio.wait({gone}, timeout=table.heartbeat_s)
-                if gone.done() or cell.failing:
-                    break
-                try:
-                    await client.status(table.hang_s)
-                    last_answer = time.monotonic()
-                except CellError as error:
-                    if time.monotonic() - last_answer >= table.hang_s:
-                        self.fail(cell.index, str(error))
+            await self._until_gone(cell, client, gone, failed)
             if not gone.done():
                 await handle.kill()
             how = await gone
         finally:
             gone.cancel()
+            failed.cancel()
         if self._closing:
             return
         why = cell.failing or how
@@ -147,6 +141,31 @@ class Fleet:
         await client.aclose()
         log.warning("%s is lost: %s", cell.name, why)
         self._on_lost(cell.index, why)
+
+    async def _until_gone(
+        self, cell: Cell, client: CellClient, gone: asyncio.Task[str], failed: asyncio.Task[Literal[True]]
+    ) -> None:
+        """Ask how it is, again and again, until it has ended, was failed, or has not answered for
+        `hang_s`.
+        """
+        table = self.config.cells
+        last_answer = time.monotonic()
+        while not cell.failing:
+            await asyncio.wait({gone, failed}, timeout=table.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() or failed.done():
+                return
+            asking = asyncio.create_task(client.status(table.hang_s))
+            await asyncio.wait({gone, failed, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                asking.cancel()
+                return
+            error = asking.exception()
+            if error is None:
+                last_answer = time.monotonic()
+            elif not isinstance(error, CellError):
+                raise error
+            elif time.monotonic() - last_answer >= table.hang_s:
+                self.fail(cell.index, str(error))
 
     async def replace(self, index: int, checkpoint: str) -> CellReady:
         """Start a lost cell again. Raises CellError when it does not come up, or too many were replaced."""

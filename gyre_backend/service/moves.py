@@ -14,6 +14,7 @@ from gyre_backend.service.run_state import RollbackNeeded, RunState
 log = logging.getLogger(__name__)
 
 CORE_POLL_S = 0.1
+RETRY_S = 1.0
 
 
 async def to_training(run: RunState, index: int) -> None:
@@ -84,7 +85,14 @@ async def bring_back(run: RunState, index: int) -> None:
     cell = run.fleet.cells[index]
     while True:
         begun = time.monotonic()
-        await run.fleet.replace(index, run.checkpoint)
+        try:
+            await run.fleet.replace(index, run.checkpoint)
+        except CellError as error:
+            if run.fleet.restarts >= run.config.cells.max_restarts:
+                raise
+            log.warning("%s did not come up: %s", cell.name, error)
+            await asyncio.sleep(RETRY_S)
+            continue
         if index == 0 and cell.version != run.version:
             raise RollbackNeeded
         try:

@@ -27,7 +27,7 @@ class OrderBook:
         self._news = asyncio.Event()
         self.registered = asyncio.Event()
         self._runner: dict[str, Any] = {}
-        self._floor = -1
+        self._floor = self._last_read = -1
         stored = ledger.get_meta("runner")
         if stored is not None:
             self._runner = json.loads(stored)
@@ -97,12 +97,21 @@ class OrderBook:
         self._news.set()
         self._news = asyncio.Event()
 
+    async def all_read(self, timeout_s: float) -> None:
+        """Until the runner has asked for the newest order, or the time is over."""
+        newest, clock = self._ledger.last_order(), asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while self._last_read < newest and clock() < deadline:  # noqa: ASYNC110 - it changes in a request
+            await asyncio.sleep(0.05)
+
     async def after(self, number: int, wait_s: float) -> list[dict[str, Any]]:
         """Orders above `number` (and of this runner's time); waits up to `wait_s` for the first."""
         deadline = asyncio.get_running_loop().time() + min(max(wait_s, 0.0), MAX_WAIT_S)
         while True:
             news = self._news
             found = self._ledger.orders_after(max(number, self._floor))
+            if found:
+                self._last_read = max(self._last_read, int(found[-1]["order"]))
             left = deadline - asyncio.get_running_loop().time()
             if found or left <= 0:
                 return found

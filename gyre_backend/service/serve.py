@@ -135,7 +135,12 @@ async def _drive(service: Service, runtime: CellRuntime) -> str:
         for cell in fleet.cells:
             await service.routing.add(cell.name, cell.ask().ready.engine_url, version)
         service.current.driver = driver
-        reason = await driver.run()
+        try:
+            reason = await driver.run()
+        except GyreError as error:
+            service.orders.stop(f"error: {error}")
+            await _until_read(service)
+            raise
         await last_look(run, driver)
         if version != run.version or not (service.run_dir / "model").exists():
             await _export(run)
@@ -184,7 +189,9 @@ def _remove(folder: Path) -> None:
 
 async def _until_read(service: Service) -> None:
     """Stay up for a moment: the runner still has to read that it is over."""
-    await asyncio.sleep(LAST_WORDS_S if service.orders.slots else 0)
+    if service.orders.slots:
+        await service.orders.all_read(LAST_WORDS_S)
+        await asyncio.sleep(1.0)
 
 
 async def serve(config: BackendConfig, run_dir: Path, token: str, host: str, port: int, *, keep_serving: bool) -> None:

@@ -50,6 +50,8 @@ class OpenStep:
         self._micros: dict[int, _Micro] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._epochs: dict[str, int] = {}
+        self._published_as: dict[str, int] = {}
+        self._collecting = asyncio.Lock()
         self._refusals: dict[int, int] = {}
         self._changed = asyncio.Event()
         self._joining: dict[str, asyncio.Lock] = {}
@@ -116,7 +118,7 @@ class OpenStep:
         epoch = self.book.join(cell.name)
         await client.begin(self.step, epoch, keep=cell is self._fleet.core and self._core_began)
         self._core_began = self._core_began or cell is self._fleet.core
-        self._epochs[cell.name] = epoch
+        self._epochs[cell.name] = self._published_as[cell.name] = epoch
         self._loops[cell.name] = asyncio.create_task(self._work(cell, epoch), name=f"micro-{cell.name}")
 
     async def _work(self, cell: Cell, epoch: int) -> None:
@@ -182,19 +184,20 @@ class OpenStep:
             self._changed.set()
             self._changed = asyncio.Event()
             await asyncio.wait({loop})
-        await self.collect(cell, epoch)
+        await self.collect(cell)
         self.book.drop(cell.name)
 
-    async def collect(self, cell: Cell, epoch: int | None = None) -> None:
+    async def collect(self, cell: Cell) -> None:
         """Have the core pull, verify and add the cell's gradient. Raises CellError (the core's failure or the
         cell's).
         """
-        micros = self.book.uncollected_by(cell.name)
-        core = self._fleet.core
-        if micros and cell is not core:
-            manifest = await cell.ask().gradients(self._epochs.get(cell.name, epoch or 0), micros)
-            self.gradient_bytes += await core.ask().add(manifest, micros)
-        self.book.collect(cell.name)
+        async with self._collecting:  # a cell may be leaving just when the step ends
+            micros = self.book.uncollected_by(cell.name)
+            core = self._fleet.core
+            if micros and cell is not core:
+                manifest = await cell.ask().gradients(self._published_as[cell.name], micros)
+                self.gradient_bytes += await core.ask().add(manifest, micros)
+            self.book.collect(cell.name)
 
     async def collect_all(self) -> list[tuple[Cell, CellError]]:
         """Gradients of all contributors, core first, in cell order. Returns the cells whose gradient could

@@ -10,18 +10,23 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.anyio, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def cluster() -> Iterator[object]:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine takes its time
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
-    made.second = made.add_node(num_cpus=1, object_store_memory=80 << 20)
-    yield made
-    made.shutdown()
+    made = Cluster()
+    try:
+        made.add_node(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False)
+        made.second = made.add_node(num_cpus=1, object_store_memory=80 << 20)
+        yield made
+    finally:
+        made.shutdown()
 
 
 async def test_lifecycle_on_two_nodes(cluster: object, tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ async def test_lifecycle_on_two_nodes(cluster: object, tmp_path: Path) -> None:
 
     runtime = RayRuntime(tmp_path / "cells", address=cluster.address)  # type: ignore[attr-defined]
     try:
-        cells = await asyncio.gather(runtime.start(spec(0), 200.0), runtime.start(spec(1), 200.0))
+        cells = await asyncio.gather(runtime.start(spec(0), 400.0), runtime.start(spec(1), 400.0))
         import ray
 
         used = {bundle["bundles_to_node_id"][0] for bundle in ray.util.placement_group_table().values()}
@@ -61,7 +66,7 @@ async def test_lifecycle_on_two_nodes(cluster: object, tmp_path: Path) -> None:
         assert "SIGKILL" in await asyncio.wait_for(cells[0].wait(), 30)
         with pytest.raises(CellError, match="did not come up"):
             await runtime.start(spec(0, model_dir=str(tmp_path / "nothing")), 200.0)
-        again = await runtime.start(spec(0), 200.0)
+        again = await runtime.start(spec(0), 400.0)
         assert again.ready.pid != cells[0].ready.pid
 
         waiting = asyncio.create_task(cells[1].wait())

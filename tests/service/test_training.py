@@ -20,7 +20,7 @@ def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(580)
 async def test_one_cell_trains_and_samples_what_it_trained(write_config: Callable[..., Path], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with backend(write_config(train={"steps": 3}), run_dir) as service:
