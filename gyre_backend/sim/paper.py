@@ -135,16 +135,17 @@ def _main(model: Model, times: Times) -> Iterator[Line]:
     base = times(where, "paper", paper)
     half = {"train_cells": where.cells // 2, **budget}
     published = {"2.4T": ("1.21", "1.78"), "122B": ("1.36-1.85", "1.38-1.57")}[model.name]
+    fitted = "fitted" if model.name == "2.4T" else "predicted"
     lines: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (
         (
             "Colocate (bursts of mu) / paper",
             published[0],
             "colocate",
             {"burst_steps": model.burst},
-            "fitted" if model.name == "2.4T" else "predicted",
+            fitted,
         ),
         ("Colocate (on-policy) / paper", "-", "colocate", {}, "predicted"),
-        ("Async (half split, whole batches) / paper", published[1], "async", {**half, "streaming": False}, "fitted"),
+        ("Async (half split, whole batches) / paper", published[1], "async", {**half, "streaming": False}, fitted),
         ("Async (half split, streaming) / paper", "-", "async", half, "predicted"),
         (
             "Async (quarter split, streaming) / paper",
