@@ -6,12 +6,14 @@ Prepared once per machine (this needs the package index), in the cache folder; s
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +92,16 @@ def cache_home() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "gyre"
 
 
+@contextlib.contextmanager
+def cache_lock(name: str) -> Iterator[None]:
+    """One process at a time fills a part of the cache; the others wait and find it there."""
+    folder = cache_home()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 async def toolkit() -> Toolkit:
     """The toolkit, prepared when it is not there yet. Raises SandboxError that says what is missing."""
     async with _lock:
@@ -101,15 +113,20 @@ def _prepare(folder: Path) -> Toolkit:
     kit = Toolkit(folder / "bin", python, folder / "uv-cache", folder / "wheels")
     if (folder / "ready").exists():
         return kit
+    with cache_lock("toolkit"):
+        if not (folder / "ready").exists():
+            _make(folder, python)
+    return kit
+
+
+def _make(folder: Path, python: Path) -> None:
     making = folder.with_name(f".{folder.name}-{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     try:
         _fill(making, python)
-        if not folder.exists():
-            making.rename(folder)
+        making.rename(folder)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return kit
 
 
 def _fill(folder: Path, python: Path) -> None:

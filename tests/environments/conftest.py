@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gyre_sdk.environments import toolkit
 from gyre_sdk.environments.sandbox import Limits, Sandbox, SandboxSpec, choose
+from gyre_sdk.errors import SandboxError
 
 collect_ignore = ["fixtures"]
 SMALL = Limits(memory_mb=512, pids=128, disk_mb=64)
@@ -38,6 +40,15 @@ def best() -> str:
         if asyncio.run(choose.probe(name)).usable:
             return name
     pytest.skip("no isolating sandbox backend works here")
+
+
+@pytest.fixture(scope="session")
+def python313() -> None:
+    """For tasks whose test.sh asks for it."""
+    try:
+        toolkit.find_python()
+    except SandboxError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ async def test_a_hack_of_a_shell_verifier_scores_nothing(hack: str, best: str) -
 
 
 @pytest.mark.environments
+@pytest.mark.usefixtures("python313")
 @pytest.mark.parametrize("hack", sorted(PYTEST_HACKS))
 async def test_a_hack_of_a_pytest_verifier_scores_nothing(hack: str, best: str) -> None:
     outcome = await play("fix-bug", PYTEST_HACKS[hack], backend=best)

@@ -17,7 +17,7 @@ from pathlib import Path
 from gyre_sdk.environments.nl2repo.pins import PYTEST, Pin
 from gyre_sdk.environments.sandbox import choose
 from gyre_sdk.environments.sandbox.base import Limits, Network, SandboxSpec
-from gyre_sdk.environments.toolkit import cache_home
+from gyre_sdk.environments.toolkit import cache_home, cache_lock
 from gyre_sdk.errors import SandboxError
 
 _locks: dict[str, asyncio.Lock] = {}
@@ -63,6 +63,12 @@ async def workshop(requirements: Sequence[str] = (PYTEST,)) -> Workshop:
 
 def _install(final: Path, requirements: Sequence[str]) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
+    with cache_lock(final.name):
+        if not (final / "ready").exists():
+            _make(final, requirements)
+
+
+def _make(final: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(final, ignore_errors=True)
     python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     _call([str(python), "-m", "venv", "--without-pip", str(final)])
@@ -129,4 +135,6 @@ def _unpack(folder: Path, final: Path) -> None:
     roots = list((folder / "tree").iterdir())
     if len(roots) != 1 or not roots[0].is_dir():
         raise SandboxError(f"{archive.name} is not an sdist")
-    roots[0].rename(final)
+    with cache_lock("sdists"):
+        if not final.exists():
+            roots[0].rename(final)
