@@ -31,7 +31,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	@scripts/check-python.sh "$(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Gyre and its libraries into $(VENV) (once; a few minutes)"
-	@$(call PIP,$(VENV)) -c constraints.txt -e '.[backend,megatron,mooncake,export,plot,dev]'
+	@$(call PIP,$(VENV)) -c constraints.txt -e '.[backend,megatron,mooncake,export,otel,plot,dev]'
 	@touch $@
 
 $(MINI)/.done: constraints-mini.txt

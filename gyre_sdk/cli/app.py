@@ -47,6 +47,8 @@ def make_app() -> cyclopts.App:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point. A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130; a command may return its own code."""
+    # A shell that starts us in the background has SIGINT ignored; then neither signal would end us in order.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
     error_console = Console(stderr=True, highlight=False)
     try:

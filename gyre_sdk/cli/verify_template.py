@@ -14,7 +14,8 @@ from gyre_sdk.capture.renderer import verify_template as prove
 def verify_template(model: Path, *, family: str = "auto") -> int:
     """Prove, for a tokenizer on disk, whether each kind of turn extends the context bit by bit.
 
-    Exit code 1 when a turn that is extended would differ from the full render: then the gateway renders it anew.
+    Exit code 1 when a turn is extended to something else than the full render. The engine then still sees exactly what is
+    recorded and trained; it is only not what the template would have said.
 
     Parameters
     ----------

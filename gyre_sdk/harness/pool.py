@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from gyre_sdk.errors import ConfigError
+from gyre_sdk.harness.records import sealed_outcomes, wal_paths
 from gyre_sdk.harness.runner import ExecutionOrder, Runner
 from gyre_sdk.wire.records import Outcome
 
@@ -60,17 +61,36 @@ def load_or_make_plan(
         if not resume:
             raise ConfigError(f"{run_dir} holds a run already; give another --run-dir, or --resume to go on")
         try:
-            return msgspec.json.decode(path.read_bytes(), type=list[PlannedExecution])
+            plan = msgspec.json.decode(path.read_bytes(), type=list[PlannedExecution])
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{path} can't be read: {error}") from error
+        plan = _renewed(run_dir, plan)
+        _write_plan(path, plan)
+        return plan
     if resume:
         raise ConfigError(f"nothing to resume: there is no {path}")
     plan = make()
     run_dir.mkdir(parents=True, exist_ok=True)
+    _write_plan(path, plan)
+    return plan
+
+
+def _renewed(run_dir: Path, plan: list[PlannedExecution]) -> list[PlannedExecution]:
+    """An execution that was begun but did not end in its own right is run again, as a new one: its record stays as it is."""
+    ended = sealed_outcomes(run_dir)
+    begun = {path.parent.name for path in wal_paths(run_dir)}
+    return [
+        msgspec.structs.replace(line, execution=new_execution_id())
+        if line.execution in begun and line.execution not in ended
+        else line
+        for line in plan
+    ]
+
+
+def _write_plan(path: Path, plan: list[PlannedExecution]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
     temporary.replace(path)
-    return plan
 
 
 class Pool:
