@@ -1,4 +1,6 @@
-"""After the last step: a few groups from the trained policy, so that a run ends with a look at what it made."""
+"""After the last step: a few groups from the trained policy, so that a run ends with a look at what it
+made.
+"""
 
 from __future__ import annotations
 
@@ -27,5 +29,5 @@ async def last_look(run: RunState, driver: Driver) -> None:
             await to_rollout(run, cell.index)
     groups = [run.orders.dispatch_group(run.version) for _ in range(run.config.train.final_groups)]
     log.info("last look: %d groups with version %d", len(groups), run.version)
-    while not all(all(run.ledger.outcomes(group).values()) for group in groups):
+    while not all(all(run.ledger.outcomes(group).values()) for group in groups):  # noqa: ASYNC110 - the ledger has no bell
         await asyncio.sleep(POLL_S)
