@@ -31,6 +31,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     in_flight_extra: float | None = 0.0
     """eta: at a burst's start groups are sent until (1 + eta) * mu * B are in flight, ready or in the open
     step. None: as many as `max_staleness` allows."""
+    queue_limit: float | None = None
+    """At a burst's start w is raised to at most this many times the slots of all cells, or a step's executions if those are
+    more (and never below what the burst needs): executions that only wait keep w above the waterlevel, so that nothing
+    trains until a backlog has drained. None: no bound but the in-flight limit."""
     max_staleness: int | None = None
     """S: no group trains later than S versions after its dispatch. A step waits for the groups that fall due
     in it, and the groups outstanding are at most (S + 1) * B. None: no bound."""
@@ -70,6 +74,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ConfigError(f"scheduler.{name} must be at least 1, got {getattr(self, name)}")
+        if self.queue_limit is not None and not self.queue_limit > 0:
+            raise ConfigError(f"scheduler.queue_limit must be > 0, got {self.queue_limit}")
         if self.in_flight_extra is None and self.max_staleness is None:
             raise ConfigError("scheduler.in_flight_extra must be given when max_staleness is not")
         for name in ("in_flight_extra", "hold_s", "backlog_trips", "starve_trips", "round_trip_s"):
@@ -128,6 +134,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "gyre": {
         "max_staleness": 1,
         "in_flight_extra": None,
+        "queue_limit": 2.0,
         "readiness": 0.1,
         "hold_s": 0.0,
         "backlog_s": None,

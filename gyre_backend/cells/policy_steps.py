@@ -111,8 +111,16 @@ def _rollout_comes_first(state: SchedulerState, config: PolicyConfig) -> bool:
 def dispatch(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
     """At a burst's start, refill to the limit; within it, only replace groups that were dropped and are
     needed."""
-    target = config.limit if state.refill else min(state.burst_left * config.groups_per_step, config.limit)
+    needed = min(state.burst_left * config.groups_per_step, config.limit)
+    target = needed
     if state.refill:
+        target = config.limit
+        if config.queue_limit is not None:
+            slots = state.standalone + sum(cell.slots for cell in state.cells)
+            enough = max(slots, config.groups_per_step * config.group_size)
+            free = max(int(config.queue_limit * enough) - state.waterlevel, 0)
+            useful = state.outstanding + free // config.group_size
+            target = max(needed, min(target, useful))
         state = replace(state, refill=False)
     groups = target - state.outstanding
     if groups <= 0:

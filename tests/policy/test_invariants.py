@@ -27,6 +27,7 @@ def configs(draw: st.DrawFn, name: str) -> PolicyConfig:
     if name in ("gyre", "paper"):
         fields["readiness"] = draw(st.sampled_from([0.1, 0.5, 1.0]))
         fields["backlog_s"] = draw(st.sampled_from([None, 0.0, 60.0]))
+        fields["queue_limit"] = draw(st.sampled_from([None, 0.5, 1.5]))
         fields["look_ahead"] = draw(st.booleans())
         fields["yield_to_rollout"] = draw(st.booleans())
     if name == "gyre":
