@@ -1,20 +1,20 @@
 """Every exception that Gyre's SDK raises on purpose.
 
-    GyreError
-    ├── ConfigError(ValueError)        a setting, file or argument of the user's is wrong; the message says which and what was expected
-    ├── MissingExtraError(ImportError) an optional dependency is needed; names the extra and the command
-    ├── TaskError(ValueError)          a task folder is malformed; names file and key
-    ├── SandboxError                   a sandbox could not be started, used or stopped
-    ├── HarnessError                   a harness could not be started or broke in a way that is not the policy's doing
-    ├── EngineError                    an engine or router refused, failed or vanished
-    │   ├── ContextOverflowError       prompt (+ reply) longer than the model's context
-    │   └── EngineGoneError            no answer: connection refused, reset, or cut in mid-stream
-    ├── RequestError(ValueError)       a harness's request can't be served as it stands; carries an HTTP status
-    │   ├── UnauthorizedError          401
-    │   └── SealedError                410: the execution has ended
-    ├── CorruptRecordError(ValueError) a frame, WAL or export fails its checks; carries the byte offset
-    ├── StorageError                   a record could not be made durable: disk full, read-only, gone
-    └── GraphError                     a record that the branch graph can't take
+GyreError
+├── ConfigError(ValueError)        a setting, file or argument of the user's is wrong; the message says which and what was expected
+├── MissingExtraError(ImportError) an optional dependency is needed; names the extra and the command
+├── TaskError(ValueError)          a task folder is malformed; names file and key
+├── SandboxError                   a sandbox could not be started, used or stopped
+├── HarnessError                   a harness could not be started or broke in a way that is not the policy's doing
+├── EngineError                    an engine or router refused, failed or vanished
+│   ├── ContextOverflowError       prompt (+ reply) longer than the model's context
+│   └── EngineGoneError            no answer: connection refused, reset, or cut in mid-stream
+├── RequestError(ValueError)       a harness's request can't be served as it stands; carries an HTTP status
+│   ├── UnauthorizedError          401
+│   └── SealedError                410: the execution has ended
+├── CorruptRecordError(ValueError) a frame, WAL or export fails its checks; carries the byte offset
+├── StorageError                   a record could not be made durable: disk full, read-only, gone
+└── GraphError                     a record that the branch graph can't take
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ class RangeTable:
         position = bisect_right(self._starts, ptr)
         before = self._starts[position - 1] if position else None
         after = self._starts[position] if position < len(self._starts) else None
-        if (before is not None and before + self._sizes[before] > ptr) or (
-            after is not None and ptr + nbytes > after
-        ):
+        if (before is not None and before + self._sizes[before] > ptr) or (after is not None and ptr + nbytes > after):
             raise WeightsError(f"the range {ptr:#x}+{nbytes} overlaps one that is registered")
         insort(self._starts, ptr)
         self._sizes[ptr], self._users[ptr] = nbytes, 1
@@ -149,9 +147,7 @@ class MooncakeTransport:
             engine = self._take_reader()
             engine.register(target.ptr, target.nbytes)
             try:
-                in_thread(
-                    partial(_read_batches, engine, session, pieces), deadline_s, f"the read from {session}"
-                )
+                in_thread(partial(_read_batches, engine, session, pieces), deadline_s, f"the read from {session}")
             except _Refused as error:
                 del engine  # its queue may still hold what failed; nothing is in flight in it
                 if attempt == ATTEMPTS - 1:

@@ -75,9 +75,7 @@ def pull(
     begun = time.monotonic()
     check_layout(manifest, local)
     if transport.name != manifest.transport:
-        raise WeightsError(
-            f"the snapshot is offered by {manifest.transport}, this cell reads by {transport.name}"
-        )
+        raise WeightsError(f"the snapshot is offered by {manifest.transport}, this cell reads by {transport.name}")
     delta_bytes = _pull_delta(manifest, local, transport, held_version, deadline_s)
     wants = _differing(manifest, local, known=held_version >= 0 or delta_bytes is not None)
     bytes_read = sum(want.nbytes for want in wants)

@@ -28,9 +28,7 @@ class Region:
         """uint8[nbytes], writable, over the memory itself."""
         if self.nbytes == 0:
             return np.empty(0, dtype=np.uint8)
-        return np.frombuffer(
-            memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.ptr)), dtype=np.uint8
-        )
+        return np.frombuffer(memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.ptr)), dtype=np.uint8)
 
 
 class Named(Protocol):

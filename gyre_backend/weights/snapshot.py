@@ -40,9 +40,7 @@ class Publisher:
         delta = None
         if payload is not None:
             base, region = payload
-            delta = Delta(
-                base=base, ptr=pointers[-1], nbytes=region.nbytes, chunks=chunk_digests(region.view)
-            )
+            delta = Delta(base=base, ptr=pointers[-1], nbytes=region.nbytes, chunks=chunk_digests(region.view))
         self._standing = (session, exposed)
         self.manifest = Manifest(
             version=version, transport=self.transport.name, session=session, entries=entries, delta=delta
