@@ -71,6 +71,9 @@ class GyreEnvironment(BaseEnvironment):  # type: ignore[misc]
             user=None,
         )
         await self._sandbox.start()
+        gateway = os.environ.get("GYRE_GATEWAY_PORT")
+        if gateway:  # an agent installed in the sandbox reaches the gateway, whatever the network policy
+            await self._sandbox.expose(int(gateway))
 
     def _offline(self) -> bool:
         policy = getattr(self, "network_policy", None)

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gyre_sdk.errors import MissingExtraError
 
@@ -35,6 +36,8 @@ async def run_trial(
     except ImportError as error:
         raise MissingExtraError("harbor", "harbor") from error
     env = agent_env(base_url, token) if base_url else {}
+    if base_url:
+        os.environ["GYRE_GATEWAY_PORT"] = str(urlsplit(base_url).port or 80)
     config = TrialConfig(
         task=TaskConfig(path=task),
         agent=AgentConfig(**_named(agent), model_name=model, env=env),

@@ -24,7 +24,7 @@ from gyre_sdk.environments.sandbox.keeper import cgroups
 from gyre_sdk.environments.sandbox.link import Link, open_box
 from gyre_sdk.environments.sandbox.output import Drain, decoded
 from gyre_sdk.environments.sandbox.proxy import to_allowed_hosts
-from gyre_sdk.environments.sandbox.relay import Relay, to_port
+from gyre_sdk.environments.sandbox.relay import Relay, Target, to_port
 from gyre_sdk.errors import SandboxError
 
 _START_PATIENCE_S = 60.0
@@ -306,13 +306,16 @@ class NamespaceSandbox:
         return told.text().splitlines()
 
     async def expose(self, port_outside: int) -> int:
-        """See Sandbox.expose. The port's number inside may differ from the one outside."""
+        """See Sandbox.expose. The port has the same number inside, unless something there holds it."""
         if self.spec.network.mode == "on":
             return port_outside
-        return await self._listen(to_port(port_outside))
+        return await self._listen(to_port(port_outside), port_outside)
 
-    async def _listen(self, target: Any) -> int:
-        listener, port = await self._live().listen()
+    async def _listen(self, target: Target, wanted: int = 0) -> int:
+        try:
+            listener, port = await self._live().listen(wanted)
+        except SandboxError:
+            listener, port = await self._live().listen()
         listener.setblocking(False)
         relay = Relay(listener, target)
         self.relays.append(relay)
