@@ -3,7 +3,7 @@
     python -m benchmarks.router [--quick] --json FILE
 
 The engine answers at once (one token, made up), so that what remains is HTTP and the router. Rows: direct, routed, added;
-milliseconds to the whole reply, at the given number of prompt tokens.
+milliseconds to the whole reply, at the given number of prompt tokens; and the router's own CPU time per call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import socket
 import statistics
@@ -22,6 +23,14 @@ from typing import Any
 
 import httpx
 import uvicorn
+
+WARM_UP = 20
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far (Linux): what a call costs, however busy the machine is with other work."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def fake_engine() -> Any:
@@ -95,7 +104,7 @@ async def measure(urls: dict[str, str], calls: int, prompt: int) -> dict[str, li
                     break
                 except httpx.TransportError:
                     await asyncio.sleep(0.1)
-        for number in range(calls + 20):
+        for number in range(calls + WARM_UP):
             for name, url in urls.items():
                 body = {
                     "rid": f"b{number:08d}.", "input_ids": list(range(prompt)), "sampling_params": {"max_new_tokens": 1},
@@ -104,7 +113,7 @@ async def measure(urls: dict[str, str], calls: int, prompt: int) -> dict[str, li
                 content = json.dumps(body).encode()
                 began = time.perf_counter()
                 answer = await http.post(f"{url}/generate", content=content)
-                if number >= 20:
+                if number >= WARM_UP:
                     times[name].append(time.perf_counter() - began)
                 assert answer.status_code == 200, answer.text
                 assert "finish_reason" in answer.text
@@ -129,7 +138,10 @@ def main() -> None:
         with subprocess.Popen([*command, "router", direct], **pipes) as router:
             urls = {"direct": direct, "routed": router.stdout.readline().strip()}
             for prompt in (200, 2000, 8000):
-                times = asyncio.run(measure(urls, 100 if chosen.quick else 1000, prompt))
+                calls = 100 if chosen.quick else 1000
+                before = cpu_seconds(router.pid)
+                times = asyncio.run(measure(urls, calls, prompt))
+                cpu_ms = (cpu_seconds(router.pid) - before) * 1e3 / (calls + WARM_UP)
                 times["added"] = [r - d for r, d in zip(times["routed"], times["direct"])]
                 for name, values in times.items():
                     cuts = statistics.quantiles(values, n=100)
@@ -141,6 +153,8 @@ def main() -> None:
                             **rows[-1]
                         )
                     )
+                rows.append({"what": "router cpu", "prompt_tokens": prompt, "mean_ms": cpu_ms})
+                print(f"router's own CPU time per call: {cpu_ms:.2f} ms")
             router.stdin.close()
         engine.stdin.close()
     if chosen.json:

@@ -9,12 +9,13 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gyre_backend.engines.calls import BadCallError, Call, Update
 from gyre_backend.engines.forward import Piece, step
@@ -147,6 +148,15 @@ class EngineCore:
         self.version = version
         if flush:
             self._cache.clear()
+
+    def held(self, salt: Hashable, ids: NDArray[np.int32]) -> tuple[int, SequenceKV | None]:
+        """The most leading tokens of `ids` that the cache holds, and a copy of their keys and values."""
+        return self._cache.longest(salt, ids)
+
+    def keep(self, salt: Hashable, ids: NDArray[np.int32], kv: SequenceKV) -> None:
+        """Put keys and values that came from elsewhere into the cache; running calls have the first claim on the room."""
+        self._cache.add(salt, ids, kv)
+        self._cache.shrink(max(0, self.limits.kv_tokens - self._capacity()))
 
     # ---- the loop ----
 

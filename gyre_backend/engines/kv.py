@@ -59,6 +59,27 @@ class SequenceKV:
         copy._values = [_grown(values, length, length + GROW_TOKENS) for values in self._values]
         return copy
 
+    def to_bytes(self) -> bytes:
+        """The filled positions of every layer, in safetensors' format."""
+        from safetensors.torch import save
+
+        parts = {f"k{i:04d}": keys[:, : self.length].contiguous() for i, keys in enumerate(self._keys)}
+        parts |= {f"v{i:04d}": values[:, : self.length].contiguous() for i, values in enumerate(self._values)}
+        data: bytes = save(parts)
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, length: int) -> SequenceKV:
+        """The inverse of `to_bytes`."""
+        from safetensors.torch import load
+
+        parts = load(data)
+        made = cls()
+        made.length = length
+        made._keys = [parts[name] for name in sorted(parts) if name.startswith("k")]
+        made._values = [parts[name] for name in sorted(parts) if name.startswith("v")]
+        return made
+
 
 def _grown(old: Any, filled: int, needed: int) -> Any:
     new = old.new_empty((old.shape[0], max(needed, filled + filled // 2), old.shape[2]))

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from gyre_backend.engines.calls import BadCallError, Call, GenerateBody, Update
 from gyre_backend.engines.core import EngineCore
+from gyre_backend.engines.kv_routes import KVRoutes
 from gyre_sdk.errors import EngineError, GyreError
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class EngineRoutes:
             ("/release_memory_occupation", self._release, ["POST"]),
             ("/resume_memory_occupation", self._resume, ["POST"]),
         ]
-        return Starlette(routes=[Route(path, _guarded(call), methods=methods) for path, call, methods in routes])
+        own = [Route(path, _guarded(call), methods=methods) for path, call, methods in routes]
+        return Starlette(routes=[*own, *KVRoutes(self._engine.core).routes()])
 
     # ---- generation ----
 

@@ -60,7 +60,9 @@ class EmbeddedMigrator:
             if pinned.status_code != 200:
                 return 0
             ticket = pinned.json()
-            pulled = await self._http.post(f"{target}/kv/pull", json={**key, **ticket}, timeout=self._deadline_s)
+            pulled = await self._http.post(
+                f"{target}/kv/pull", json={**key, **ticket, "source": source}, timeout=self._deadline_s
+            )
             return int(pulled.json()["tokens"]) if pulled.status_code == 200 else 0
         except (httpx.HTTPError, ValueError, KeyError) as error:
             _log.warning("keys and values were not moved from %s to %s: %s", source, target, error)

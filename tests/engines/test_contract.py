@@ -98,7 +98,7 @@ def test_a_client_that_leaves_ends_its_call(server: Served) -> None:
         lines = answer.iter_lines()
         for _ in range(6):
             next(lines)
-        assert server.load()["num_running_reqs"] == 1
+        server.until(lambda: server.load()["num_running_reqs"] == 1, "the call counted")
     server.until(lambda: server.load()["num_running_reqs"] == 0, "the call gone")
 
 
@@ -225,7 +225,7 @@ def test_loads(server: Served) -> None:
     assert {"num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens"} <= set(load)
     assert load["num_running_reqs"] == 0
     server.start().wait_tokens()
-    assert server.load()["num_running_reqs"] == 1
+    server.until(lambda: server.load()["num_running_reqs"] == 1, "the call counted")
 
 
 def test_pause_in_place_freezes(server: Served) -> None:
