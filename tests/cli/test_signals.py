@@ -17,7 +17,9 @@ import pytest
 from gyre_sdk.graph.loading import load_graph
 from gyre_sdk.harness.records import wal_paths
 
-SLOW_SOLUTION = "setsid nohup sleep 371 >/dev/null 2>&1 &\nsleep 371\n"
+NAP = str(10**6 + os.getpid())
+"""Seconds: a command line that only this process's tests start."""
+SLOW_SOLUTION = f"setsid nohup sleep {NAP} >/dev/null 2>&1 &\nsleep {NAP}\n"
 
 
 def write_task(folder: Path) -> None:
@@ -34,7 +36,7 @@ def sleepers() -> set[str]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if entry.read_bytes() == b"sleep\x00371\x00":
+            if entry.read_bytes() == f"sleep\0{NAP}\0".encode():
                 found.add(entry.parent.name)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._loop = asyncio.get_running_loop()
+        gc.collect()
+        gc.freeze()  # what a thousand earlier tests left in memory is not the gateway's to walk through
         self._run = asyncio.Handle._run
         watch, original = self, asyncio.Handle._run
 
@@ -45,6 +48,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         asyncio.Handle._run = self._run  # type: ignore[method-assign]
+        gc.unfreeze()
 
 
 async def test_a_tool_result_of_5_mb_does_not_hold_up_the_loop(tmp_path: Path) -> None:
