@@ -243,7 +243,8 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket()
+    # Without the protocol, asyncio leaves Nagle's algorithm on: 40 ms a reply.
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
