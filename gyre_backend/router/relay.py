@@ -180,6 +180,7 @@ class Relay:
             "stream": True,
         }
         http, headers = self._router.http, {"content-type": "application/json"}
+        finish: dict[str, Any] | None = None
         try:
             async with http.stream("POST", f"{engine.url}/generate", content=_encode(body), headers=headers) as answer:
                 if answer.status_code != 200:
@@ -187,13 +188,15 @@ class Relay:
                     # A busy engine is the router's problem: it counts as trouble of the engine's.
                     status = 503 if answer.status_code in (408, 429) else answer.status_code
                     raise Refused(status, _message(text) or f"{engine.name} answered {answer.status_code}")
+                # To the very end, past the finish: only a connection that was read out is used again.
                 async for line in answer.aiter_lines():
-                    if not line.startswith("data:") or line.startswith("data: [DONE]"):
-                        continue
-                    finish = self._take(decode_event(line[5:]), engine)
-                    if finish is not None:
-                        return finish
+                    if finish is None and line.startswith("data:") and not line.startswith("data: [DONE]"):
+                        finish = self._take(decode_event(line[5:]), engine)
+            if finish is not None:
+                return finish
         except (httpx.TransportError, msgspec.MsgspecError) as error:
+            if finish is not None:
+                return finish
             raise Refused(503, f"{engine.name}: {type(error).__name__} {error}".rstrip()) from error
         raise Refused(503, f"{engine.name} ended its stream without an end")
 

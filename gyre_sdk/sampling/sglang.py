@@ -71,7 +71,7 @@ class SGLangClient:
                         continue
                     data = line[5:].strip()
                     if data == "[DONE]":
-                        break
+                        continue  # to the very end: only a connection that was read out is used again
                     chunk = reply.take(msgspec.json.decode(data))
                     if chunk is not None:
                         yield chunk
