@@ -134,15 +134,11 @@ def _facts(
         ("optimizer steps", str(len(rows))),
         ("loss", ", ".join(f"{row['loss']:.3g}" for row in rows) or "-"),
         ("gradient norm", ", ".join(f"{row['grad_norm']:.3f}" for row in rows) or "-"),
-        ("step seconds", ", ".join(f"{_step_seconds(row):.1f}" for row in rows) or "-"),
+        ("step seconds", ", ".join(f"{row['seconds']:.1f}" for row in rows) or "-"),
         *((f"checked against {name}", str(audit)) for name, audit in audits.items()),
         ("time", f"{trained.seconds:.0f} s"),
         ("run", str(trained.run_dir)),
     ]
-
-
-def _step_seconds(row: dict[str, Any]) -> float:
-    return float(row.get("step_seconds", sum(v for k, v in row.items() if k.endswith("_seconds"))))
 
 
 def _lines(path: Path) -> list[str]:
