@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -21,15 +22,21 @@ BLOCK_TORCH = (
 
 
 def run(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    """Run it as a child whose stdin stays open: our services end when it does."""
+    read_end, write_end = os.pipe()
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            stdin=read_end,
+        )
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def module(name: str) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shlex
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -203,14 +204,17 @@ class NamespaceSandbox:
             err.handed_over()
 
     async def _kill(self, request: int, ended: asyncio.Future[int]) -> int:
-        """End one command's tree; its exit code."""
-        link = self._live()
-        for _ in range(5):
-            if ended.done():
-                break
-            await link.ask("kill", target=request)
-            await asyncio.wait({ended}, timeout=2)
-        return await ended
+        """End one command's tree; its exit code, or -9 when its sandbox is gone, which ends everything in it."""
+        try:
+            link = self._live()
+            for _ in range(5):
+                if ended.done():
+                    break
+                await link.ask("kill", target=request)
+                await asyncio.wait({ended}, timeout=2)
+            return await ended
+        except SandboxError:
+            return -signal.SIGKILL
 
     async def spawn(
         self,
