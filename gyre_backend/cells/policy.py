@@ -44,17 +44,19 @@ _CHANGES_STEPS = _CHANGES_READY | {GroupTrained, MoveDone, CellBack}
 
 def decide(state: SchedulerState, event: Event, config: PolicyConfig) -> tuple[SchedulerState, list[Action]]:
     """The state after `event`, and what to do now, in order."""
-    actions: list[Action] = []
+    kind = type(event)
     queued = state.queued_micro_steps
+    actions: list[Action] = []
     state = absorb(state, event, config, actions)
-    if type(event) is QueueLevel and 0 < state.queued_micro_steps <= queued:
+    if kind in _EXECUTIONS:
+        quiet = state.dispatched - state.finished > state.quiet_above
+        if quiet and (state.wake_at is None or state.now < state.wake_at):
+            return state, actions
+    elif kind is QueueLevel and 0 < state.queued_micro_steps <= queued:
         return state, actions  # the queue is being worked off: `GroupTrained` comes soon enough to look again
-    quiet = state.dispatched - state.finished > state.quiet_above
-    if quiet and type(event) in _EXECUTIONS and (state.wake_at is None or state.now < state.wake_at):
-        return state, actions
     state = policy_steps.dispatch(state, config, actions)
-    if type(event) in _CHANGES_STEPS:
-        state = policy_steps.advance(state, config, actions, recount=type(event) in _CHANGES_READY)
+    if kind in _CHANGES_STEPS:
+        state = policy_steps.advance(state, config, actions, recount=kind in _CHANGES_READY)
     releasing = state.releasing
     state = policy_moves.move(state, config, actions)
     if releasing and not state.releasing:

@@ -22,18 +22,26 @@ def set_cell(state: SchedulerState, index: int, role: Role) -> SchedulerState:
     """The cell takes `role` now; C_R and the other sums over cells follow."""
     cells = list(state.cells)
     cells[index] = CellState(role, cells[index].slots, state.now)
-    capacity, training, moving, mover = state.standalone, 0, 0, -1
+    capacity, training, moving, mover, last = state.standalone, 0, 0, -1, -1
     for number, cell in enumerate(cells):
         if cell.role is Role.ROLLOUT:
             capacity += cell.slots
             mover = number if mover < 0 else mover
         elif cell.role is Role.TRAINING:
-            training += 1
+            training, last = training + 1, number
         elif cell.role is not Role.LOST:
             moving += 1
     if mover > 0 and cells[0].role is not Role.TRAINING:
         mover = -1
-    return replace(state, cells=tuple(cells), capacity=capacity, num_training=training, num_moving=moving, mover=mover)
+    return replace(
+        state,
+        cells=tuple(cells),
+        capacity=capacity,
+        num_training=training,
+        num_moving=moving,
+        mover=mover,
+        last_training=last,
+    )
 
 
 def _ignored(state: SchedulerState, now: float) -> SchedulerState:
@@ -57,7 +65,9 @@ def _finished(state: SchedulerState, event: s.ExecutionFinished, now: float, *_:
     if event.count < 0 or finished > state.dispatched:
         return _ignored(state, now)
     # An execution may end without ever having started (its sandbox failed): p never lags behind f.
-    return replace(state, now=now, finished=finished, started=max(state.started, finished))
+    if state.started >= finished:
+        return replace(state, now=now, finished=finished)
+    return replace(state, now=now, finished=finished, started=finished)
 
 
 def _landed(state: SchedulerState, version: int) -> tuple[tuple[int, int], ...] | None:

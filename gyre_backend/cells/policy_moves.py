@@ -69,20 +69,11 @@ def _serial(state: SchedulerState, config: PolicyConfig, actions: list[Action]) 
     return _go(state, mover, actions)
 
 
-def _last_training(state: SchedulerState) -> int | None:
-    if not state.num_training:
-        return None
-    for index in range(len(state.cells) - 1, -1, -1):
-        if state.cells[index].role is Role.TRAINING:
-            return index
-    return None
-
-
 def _release(state: SchedulerState, config: PolicyConfig, actions: list[Action]) -> SchedulerState:
     """After a burst: satellites return, last first; the core stays if the next batch is ready and the rest
     covers w."""
-    last = _last_training(state) if config.release_at_burst_end else None
-    if last is None:
+    last = state.last_training if config.release_at_burst_end else -1
+    if last < 0:
         return replace(state, releasing=False)
     stays = (
         last == 0 and gates.enough_ready(state, config) and state.waterlevel <= state.capacity and state.capacity > 0
@@ -94,8 +85,8 @@ def _release(state: SchedulerState, config: PolicyConfig, actions: list[Action])
 
 def _returner(state: SchedulerState, config: PolicyConfig) -> int | None:
     """The training cell that should go back to rollout now."""
-    last = _last_training(state)
-    if last is None:
+    last = state.last_training
+    if last < 0:
         return None
     core_trains = state.cells[0].role is Role.TRAINING
     if last > 0 and not core_trains:

@@ -75,25 +75,20 @@ def assignable(state: SchedulerState, config: PolicyConfig) -> tuple[Group, ...]
         return state.ready[:room]
     oldest = state.version - config.max_staleness
     waiting = [0] * (config.max_staleness + 1)
+    ready = waiting.copy()
     for version, count in state.inflight:
         waiting[max(version - oldest, 0)] += count
     for group in state.ready:
-        waiting[max(group.version - oldest, 0)] += 1
-    taken: list[Group] = []
-    for group in state.ready:
-        due = max(group.version - oldest, 0)
-        left = room - len(taken)
-        if left <= 0:
-            break
-        older = reserve = 0
-        for k in range(due):
-            older += waiting[k]
-            reserve = max(reserve, older - k * config.groups_per_step)
-        if left <= reserve:
-            break
-        taken.append(group)
-        waiting[due] -= 1
-    return tuple(taken)
+        ready[max(group.version - oldest, 0)] += 1
+    taken = older = reserve = 0
+    for due, count in enumerate(ready):  # `state.ready` is in this order too
+        takes = min(count, room - taken - reserve)
+        if takes < count:
+            return state.ready[: taken + max(takes, 0)]
+        taken += takes
+        older += waiting[due]
+        reserve = max(reserve, older - due * config.groups_per_step)
+    return state.ready[:taken]
 
 
 def _rollout_comes_first(state: SchedulerState, config: PolicyConfig) -> bool:

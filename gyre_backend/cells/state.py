@@ -61,7 +61,7 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     """Estimated training time, cell-seconds."""
 
 
-class SchedulerState(msgspec.Struct, frozen=True):
+class SchedulerState(msgspec.Struct, frozen=True, gc=False):
     """Everything `decide` remembers. Make one with `initial`."""
 
     cells: tuple[CellState, ...]
@@ -76,6 +76,8 @@ class SchedulerState(msgspec.Struct, frozen=True):
     mover: int = 0
     """The next cell in order that may go to training: the first in rollout, behind a training core; -1 if
     none."""
+    last_training: int = -1
+    """The last cell in order that trains; -1 if none."""
     now: float = 0.0
     version: int = 0
     """Policy version of the published weights; step `version` trains it to `version + 1`."""

@@ -133,11 +133,12 @@ class Simulator:
             self._begun = True
             self.send(s.Tick(0.0))
         stop = self.events + max_events
-        while self.recorder.published < steps:
+        recorder = self.recorder
+        while recorder.published < steps:
             if self.events >= stop:
-                raise SchedulerError(f"{self.recorder.published} of {steps} steps after {max_events} events")
+                raise SchedulerError(f"{recorder.published} of {steps} steps after {max_events} events")
             self._next()
-        return self.recorder.result(self)
+        return recorder.result(self)
 
     def _next(self) -> None:
         """The earliest of: an execution finishes, one reaches its limit, something scheduled happens."""
@@ -149,11 +150,14 @@ class Simulator:
         at = self.touched + (finishes[0][0] - self.virtual) / self.speed if finishes and self.speed > 0 else _INF
         limit = limits[0][0] if limits else _INF
         scheduled = heap[0][0] if heap else _INF
-        time = min(at, limit, scheduled)
+        time = at if at <= limit else limit
+        if scheduled < time:
+            time = scheduled
         if time == _INF:
             raise SchedulerError(f"nothing left to happen after {self.recorder.published} steps: {self.state}")
         self.events += 1
-        self.now = time = max(time, self.now)
+        if time > self.now:
+            self.now = time
         if at <= limit and at <= scheduled:
             self._finish_next()
         elif limit <= scheduled:
@@ -179,7 +183,6 @@ class Simulator:
             speed = self.costs.speed(running * self.slots / capacity) if running and capacity else 0.0
             self.speeds[key] = speed
         self.speed = speed
-        self.recorder.load(self.now, running, capacity)
 
     # ---------------------------------------------------------------------------------------- executions
 
@@ -195,9 +198,13 @@ class Simulator:
 
     def _end(self, execution: Execution, timed_out: bool) -> None:
         """Sealed: finished, or cut at its limit with what it has (partial scoring)."""
-        self._sync()
+        now = self.now
+        passed = self.speed * (now - self.touched)  # `_sync`, spelled out: this is the hot path
+        self.virtual += passed
+        self.served_s += passed * len(self.running)
+        self.touched = now
         group, sample = execution.group, execution.sample
-        done_s = sample.virtual_s
+        done_s = full_s = sample.virtual_s
         if execution.running:
             if timed_out:
                 done_s -= max(execution.at + execution.lost - self.virtual, 0.0)
@@ -208,35 +215,42 @@ class Simulator:
         execution.done = True
         execution.running = False
         execution.at = _INF
-        done_s = max(done_s, 0.0)  # work done again after a reroute may exceed what was done
+        if done_s < 0.0:
+            done_s = 0.0  # work done again after a reroute may exceed what was done
         group.virtual_s += done_s
-        group.work += self.costs.train_seconds(done_s, sample.tokens * done_s / max(sample.virtual_s, 1e-9))
-        self.recorder.execution(self.now - execution.started, done_s, timed_out)
+        tokens = sample.tokens * done_s / max(full_s, 1e-9) if sample.tokens else 0.0
+        group.work += self.costs.train_seconds(done_s, tokens)
+        self.recorder.execution(done_s, timed_out)
         group.left -= 1
-        self._fill()
-        self.send(s.ExecutionFinished(self.now))
+        if self.paused or self.waiting:
+            self._fill()
+        else:
+            self._set_speed()
+        self.send(s.ExecutionFinished(now))
         if group.left == 0:
             self.training.groups[group.id] = group
-            self.send(s.GroupReady(self.now, group.id, group.version, group.work))
+            self.send(s.GroupReady(now, group.id, group.version, group.work))
 
     def _fill(self) -> None:
         """Put paused, then waiting executions on free slots."""
-        free = self.state.capacity - len(self.running)
+        paused, waiting, running = self.paused, self.waiting, self.running
+        free = self.state.capacity - len(running)
         started = 0
-        while free > 0 and (self.paused or self.waiting):
-            if self.paused:
-                execution = self.paused.popleft()
+        limited = self.timeout_s < _INF
+        while free > 0 and (paused or waiting):
+            if paused:
+                execution = paused.popleft()
             else:
-                execution = self.waiting.popleft()
+                execution = waiting.popleft()
                 execution.started = self.now
                 started += 1
-                if self.timeout_s < _INF:
+                if limited:
                     self.limits.append((self.now + self.timeout_s, execution))
             execution.running = True
-            execution.at = self.virtual + execution.left
+            execution.at = at = self.virtual + execution.left
             self.order += 1
-            heappush(self.finishes, (execution.at, self.order, execution))
-            self.running[execution] = None
+            heappush(self.finishes, (at, self.order, execution))
+            running[execution] = None
             free -= 1
         self._set_speed()
         if started:
@@ -265,8 +279,9 @@ class Simulator:
         """Tell the policy, and do what it asks."""
         self.events += 1
         self.state, actions = decide(self.state, event, self.config)
-        for action in actions:
-            _ACTIONS[type(action)](self, action)
+        if actions:
+            for action in actions:
+                _ACTIONS[type(action)](self, action)
 
     def _dispatch(self, action: s.Dispatch) -> None:
         for _ in range(action.groups):

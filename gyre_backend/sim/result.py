@@ -99,8 +99,6 @@ class Recorder:
     total_timeouts: int = 0
     generated_s: float = 0.0
     busy_s: float = 0.0
-    slot_s: float = 0.0
-    """Integral of running executions: conservation of work is checked against it."""
     _current: dict[int, tuple[Role, float]] = field(default_factory=dict)
     _in_role: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
     _mark: tuple[float, ...] = (0.0,) * 7
@@ -110,13 +108,6 @@ class Recorder:
     def __post_init__(self) -> None:
         self.roles = [(0.0, cell, Role.ROLLOUT) for cell in range(self.num_cells)]
         self._current = dict.fromkeys(range(self.num_cells), (Role.ROLLOUT, 0.0))
-        self._load = (0.0, 0)
-
-    def load(self, now: float, running: int, _capacity: int) -> None:
-        """The number of running executions has changed."""
-        since, before = self._load
-        self.slot_s += before * (now - since)
-        self._load = (now, running)
 
     def role(self, now: float, cell: int, role: Role) -> None:
         """The cell has taken a role (possibly dated a little ahead, when it finishes a micro-step first)."""
@@ -126,15 +117,11 @@ class Recorder:
         self.roles.append((now, cell, role))
         self.moves += role in (Role.TO_TRAINING, Role.TO_ROLLOUT)
 
-    def execution(self, _wall_s: float, virtual_s: float, timed_out: bool) -> None:
+    def execution(self, virtual_s: float, timed_out: bool) -> None:
         """One execution has ended."""
         self.total_executions += 1
         self.total_timeouts += timed_out
         self.generated_s += virtual_s
-
-    def busy(self, _cell: int, _now: float, seconds: float) -> None:
-        """A cell has claimed a micro-step."""
-        self.busy_s += seconds
 
     def begin(self, now: float, version: int) -> None:
         """A step opened."""

@@ -81,7 +81,7 @@ class Training:
         self.queued_work = self.queued_work - work if self.queue else 0.0
         done = self.sim.now + work
         self.busy[cell] = done
-        self.sim.recorder.busy(cell, self.sim.now, work)
+        self.sim.recorder.busy_s += work
         self.sim.at(done, self._done, (cell, group, work))
 
     def _done(self, claim: tuple[int, s.GroupId, float]) -> None:
