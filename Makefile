@@ -9,6 +9,7 @@ MINI := .venv-mini
 SGLANG := .venv-sglang
 PIP = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 ENGINE ?= embedded
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
@@ -59,8 +60,10 @@ test-megatron: setup ## Megatron-core and FSDP2 on several gloo processes
 test-sglang: setup $(SGLANG)/.done ## the engine contract against a real SGLang server on the CPU (2.6 GB)
 	GYRE_SGLANG_VENV=$(SGLANG) $(BIN)/python -m pytest -q -m sglang tests/engines
 
-test-environments: setup ## hack fixtures, and oracle = 1 / empty = 0 for packages from PyPI
-	$(BIN)/python -m pytest -q -m environments tests/environments
+test-environments: setup ## hack fixtures, and oracle = 1 / empty = 0 for packages from PyPI (long; stopped, it goes on where it was)
+	@mkdir -p .cache
+	GYRE_RESUME=.cache/environments-passed $(BIN)/python -m pytest -v -m environments -o console_output_style=count -n $(JOBS) tests/environments
+	@rm -f .cache/environments-passed
 
 test-faults: setup ## kill -9, slow and full disks
 	$(BIN)/python -m pytest -q -m faults tests

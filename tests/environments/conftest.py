@@ -13,6 +13,9 @@ from gyre_sdk.environments import toolkit
 from gyre_sdk.environments.sandbox import Limits, Sandbox, SandboxSpec, choose
 from gyre_sdk.errors import SandboxError
 
+from .resume import pytest_collection_modifyitems, pytest_runtest_makereport
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 collect_ignore = ["fixtures"]
 SMALL = Limits(memory_mb=512, pids=128, disk_mb=64)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
