@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
 class _Server(uvicorn.Server):
     """Without signal handlers: the process belongs to whoever runs us."""
 
@@ -26,9 +29,11 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_app(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
-    """Serve an app; yields its base URL. Raises ConfigError when the port is taken or the address is no loopback one."""
-    if host not in ("127.0.0.1", "::1", "localhost"):
+async def serve_app(app: ASGIApp, host: str, port: int, *, anywhere: bool = False) -> AsyncIterator[str]:
+    """Serve an app; yields its base URL. Raises ConfigError when the port is taken or the address is no loopback one
+    (unless `anywhere`: for an app that asks for a token and says so).
+    """
+    if not anywhere and host not in LOOPBACK:
         raise ConfigError(f"only loopback addresses are served, not {host}: keys travel in the clear")
     listener = _listen(host, port)
     config = uvicorn.Config(

@@ -19,6 +19,7 @@ _COMMANDS = {
     "run": ("gyre_sdk.cli.run:run", "Run a harness on tasks and record branch graphs; no training."),
     "train": ("gyre_sdk.cli.train:train", "Train a model on tasks, as a TOML file says."),
     "graph": ("gyre_sdk.cli.graph:graph", "Print an execution's branch graph in the terminal."),
+    "view": ("gyre_sdk.cli.view:view", "Show a run in the browser: executions, branch graphs, tokens; live."),
     "tasks": ("gyre_sdk.cli.tasks:tasks", "List and check task folders."),
     "runs": ("gyre_sdk.cli.runs:app", "List, measure and remove recorded runs."),
     "wal": ("gyre_sdk.cli.wal:app", "Verify, repair or print a write-ahead log."),
