@@ -99,6 +99,8 @@ class Say:
     """(tool name, arguments as the model writes them)."""
     raw: str | None = None
     """Sampled text instead of all of the above; may be anything, well-formed or not."""
+    skip: int = 0
+    """Tokens left out at its beginning: those that are in the prompt already when a broken reply is resumed."""
     stop: bool = True
     """False: the reply is cut before its stop token (finish `length`)."""
     odd_tokens: bool = False
@@ -208,7 +210,7 @@ class ScriptedEngine:
         if say.odd_tokens:
             body = self.renderer.decode(ids[:-1])
             ids = [id_ for char in body for id_ in self.renderer.encode(char)] + ids[-1:]
-        return ids if say.stop else ids[:-1]
+        return (ids if say.stop else ids[:-1])[say.skip :]
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Completion]:
         prompt = self.renderer.decode(request.input_ids.tolist()) if self.decode_prompts else ""

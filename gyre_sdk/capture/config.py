@@ -52,6 +52,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Answer a repeated request with the earlier reply when that one was not delivered whole."""
     orphan_grace_s: float = 30.0
     """How long a call goes on after its client vanished, so that a retry finds its reply; 0 aborts it at once."""
+    partial_every_s: float | None = 5.0
+    """A reply in the making is put on record so often, so that a crash costs no more than this; None never."""
     resume_attempts: int = 2
     """How often a call whose engine failed in mid-reply is continued from its partial tokens."""
     retry_after_s: float = 1.0

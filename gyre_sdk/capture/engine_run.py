@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -28,9 +29,17 @@ class Finished:
 class EngineRun:
     """Drives one call. Tokens go to `call.sampled` as they arrive."""
 
-    def __init__(self, client: TokenClient, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        client: TokenClient,
+        config: GatewayConfig,
+        stop_ids: Sequence[int] = (),
+        on_tokens: Callable[[LiveCall], None] = lambda call: None,
+    ) -> None:
         self._client = client
         self._config = config
+        self._stop_ids = frozenset(stop_ids)
+        self._on_tokens = on_tokens
 
     async def run(self, call: LiveCall, execution: str) -> Finished:
         """Raises EngineError when the engine refuses, or keeps failing."""
@@ -39,8 +48,11 @@ class EngineRun:
         attempts = 0
         while True:
             before = call.sampled.size
+            finish = self._whole_already(call)
+            if finish is not None:
+                return Finished(finish, 0, "")
             try:
-                completion = await self._attempt(call, execution, attempts)
+                completion = await self._attempt(call, execution, call.first_attempt + attempts)
             except EngineGoneError:
                 self._close_spans(call, before)
                 attempts += 1
@@ -55,6 +67,15 @@ class EngineRun:
                 await anyio.sleep(0.05 * 2**attempts)
                 continue
             return Finished(completion.finish, completion.cached_tokens, completion.engine)
+
+    def _whole_already(self, call: LiveCall) -> Finish | None:
+        """How the partial tokens end, when it is only the engine's last word that was lost."""
+        sampled = call.sampled
+        if not sampled.size or call.sampling is None:
+            return None
+        if int(sampled.ids[-1][-1]) in self._stop_ids and not call.sampling.ignore_eos:
+            return "stop"
+        return "length" if sampled.size >= call.sampling.max_new_tokens else None
 
     async def _attempt(self, call: LiveCall, execution: str, attempt: int) -> Completion:
         assert call.prompt is not None
@@ -78,7 +99,8 @@ class EngineRun:
                 if isinstance(event, Chunk):
                     if call.first_token_at is None and len(event.output_ids):
                         call.first_token_at = time.time()
-                    call.sampled.add(event.output_ids, event.logprobs)
+                    call.sampled.add(event.output_ids, event.logprobs, event.version)
+                    self._on_tokens(call)
                     call.tell()
                 else:
                     completion = event
@@ -110,6 +132,7 @@ class EngineRun:
             raise EngineError(
                 f"the engine sent {len(completion.output_ids)} tokens with {len(completion.logprobs)} logprobs"
             )
+        call.sampled.heard.clear()
         call.sampled.versions += [
             Span(span.version, span.start + before, span.end + before)
             for span in completion.versions
@@ -117,8 +140,9 @@ class EngineRun:
         ]
 
     def _close_spans(self, call: LiveCall, before: int) -> None:
-        """Partial tokens of a lost stream: nobody told their policy version, so it is the one last seen."""
+        """Partial tokens of a lost stream: where nobody told their policy version, it is the one last seen."""
         sampled = call.sampled
         if sampled.size > before:
             version = sampled.versions[-1].version if sampled.versions else call.version_hint
-            sampled.versions.append(Span(version, before, sampled.size))
+            sampled.versions = list(sampled.spans(version))
+        sampled.heard.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,14 +22,22 @@ class Sampled:
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
+    """Of finished attempts."""
+    heard: list[Span] = field(default_factory=list)
+    """Of the running attempt, as far as the engine tells them while it streams."""
     size: int = 0
 
-    def add(self, ids: Ids, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
+    def add(self, ids: Ids, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]], version: int | None = None) -> None:
         """Append new tokens."""
-        if len(ids):
-            self.ids.append(ids)
-            self.logprobs.append(logprobs)
-            self.size += len(ids)
+        if not len(ids):
+            return
+        self.ids.append(ids)
+        self.logprobs.append(logprobs)
+        start, self.size = self.size, self.size + len(ids)
+        if version is not None:
+            if self.heard and self.heard[-1].version == version and self.heard[-1].end == start:
+                start = self.heard.pop().start
+            self.heard.append(Span(version, start, self.size))
 
     def all_ids(self) -> Ids:
         """int32[size]."""
@@ -40,10 +48,25 @@ class Sampled:
         return np.concatenate(self.logprobs).astype(np.float32) if self.logprobs else np.empty(0, np.float32)
 
     def spans(self, version: int) -> tuple[Span, ...]:
-        """Versions of all tokens; those of an unfinished attempt count as `version`."""
-        covered = self.versions[-1].end if self.versions else 0
-        rest = (Span(version, covered, self.size),) if self.size > covered else ()
-        return (*self.versions, *rest)
+        """Versions of all tokens; where nobody told that of an unfinished attempt it counts as `version`."""
+        spans = list(self.versions)
+        for span in [*self.heard, Span(version, self.size, self.size)]:
+            covered = spans[-1].end if spans else 0
+            if span.start > covered:
+                spans.append(Span(version, covered, span.start))
+            if span.end > span.start:
+                spans.append(span)
+        return tuple(spans)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Neighbours of one version as one span."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            span = Span(span.version, found.pop().start, span.end)
+        found.append(span)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +99,13 @@ class LiveCall:
         self.task: asyncio.Task[None] | None = None
         self.sampling: Sampling | None = None
         self.abandoned = False
+        self.interrupted = False
+        """A restart cut it off, and no retry has asked for it yet."""
+        self.first_attempt = 0
+        """Number of its first attempt at the engine in this process; not 0 for a call that a restart interrupted."""
+        self.kept = 0
+        """Tokens that are on disk as `Partial` records."""
+        self.kept_at = time.monotonic()
         self.version_hint = -1
         """Policy version last seen, for partial tokens of a stream that broke before it told its version."""
         self.marks: dict[str, str] = {}

@@ -15,15 +15,17 @@ from gyre_sdk.capture.canonical import Canon
 from gyre_sdk.capture.config import GatewayConfig, Limits
 from gyre_sdk.capture.contexts import Contexts, Conversation, Match
 from gyre_sdk.capture.engine_run import EngineRun, Finished
-from gyre_sdk.capture.live import LiveCall
+from gyre_sdk.capture.interrupted import due, partial_of
+from gyre_sdk.capture.live import LiveCall, merged
 from gyre_sdk.capture.marks import Scopes
 from gyre_sdk.capture.model import ChatRenderer, Ids, ModelRequest, ParsedReply, Reply, ToolCall
+from gyre_sdk.capture.pinned import pinned_sampling, recorded
 from gyre_sdk.capture.prompts import Prompt, Prompter
 from gyre_sdk.capture.reading import Reader, ReadRequest
 from gyre_sdk.capture.stored import RequestStore, StoredRequest, call_facts, reply_facts
 from gyre_sdk.capture.waiting import Waiting
 from gyre_sdk.capture.wal import Wal
-from gyre_sdk.errors import ContextOverflowError, EngineError, GyreError, RequestError, SealedError
+from gyre_sdk.errors import ContextOverflowError, EngineError, EngineGoneError, GyreError, RequestError, SealedError
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.graph.edges import Lineage
 from gyre_sdk.graph.folding import check
@@ -114,7 +116,7 @@ class Recorder:
             known = self.waiting.claim(read.key)
             if known is not None:
                 self.counters.replayed += 1
-                self.note("replay", call=known.number)
+                self._answer_again(known)
                 return known
         self._check_limits()
         prompt = await self._prompter.make(request, read, match)
@@ -123,6 +125,25 @@ class Recorder:
         call = await self._begin(request, read, match, prompt)
         call.task = asyncio.create_task(self._serve(call), name=f"gyre-call-{call.rid}")
         return call
+
+    def _answer_again(self, call: LiveCall) -> None:
+        """The retry of an earlier request gets that one's reply; one that a restart cut off goes on from what is on disk."""
+        self.note("replay", call=call.number)
+        if call.interrupted:
+            kept = call.sampled.size
+            self.note("resumed", call=call.number, tokens=kept, how="continued" if kept else "resampled")
+            call.interrupted, call.version_hint = False, self._version_hint
+            call.task = asyncio.create_task(self._serve(call), name=f"gyre-call-{call.rid}")
+
+    def _keep(self, call: LiveCall) -> None:
+        """New tokens arrived."""
+        if due(call, self.config.partial_every_s):
+            self._keep_now(call)
+
+    def _keep_now(self, call: LiveCall) -> None:
+        partial = partial_of(call)
+        if partial is not None:
+            self.write(partial)
 
     async def count(self, request: ModelRequest) -> int:
         """Exactly how many prompt tokens the request would have; nothing is recorded."""
@@ -153,7 +174,7 @@ class Recorder:
             base_call=base_call,
             base_len=base_len,
             delta=pack_ids(prompt.ids[base_len:]),
-            sampling=_recorded(sampling),
+            sampling=recorded(sampling),
             marks=marks,
             rerender=prompt.rerender,
             rerender_of=prompt.rerender_of,
@@ -220,13 +241,16 @@ class Recorder:
     async def _serve(self, call: LiveCall) -> None:
         """Run the engine and commit what it said. Ends with the call done, whatever happens."""
         try:
-            completion = await EngineRun(self._client, self.config).run(call, self.execution)
+            if call.first_attempt:
+                await self._client.abort(call.rid)  # what an earlier process asked for
+            run = EngineRun(self._client, self.config, self.renderer.stop_ids, self._keep)
+            completion = await run.run(call, self.execution)
             await self._commit(call, completion)
         except GyreError as error:
             self._fail(call, error)
         except asyncio.CancelledError:
             if not call.done:
-                self._fail(call, self._why_cancelled(call))
+                self._cancelled(call)
             raise
         except Exception as error:  # boundary: whatever broke, the harness must get an answer and the WAL an end
             self._fail(call, EngineError(f"internal error: {type(error).__name__}: {error}"))
@@ -235,12 +259,15 @@ class Recorder:
             call.prompt = None
             call.tell()
 
-    def _why_cancelled(self, call: LiveCall) -> GyreError:
+    def _cancelled(self, call: LiveCall) -> None:
         if call.abandoned:
-            return EngineError("the client went away and nobody came back for the reply")
-        if self.sealed is not None:
-            return SealedError("the execution has ended; this call was cancelled")
-        return EngineError("the gateway is stopping")
+            self._fail(call, EngineError("the client went away and nobody came back for the reply"))
+        elif self.sealed is not None:
+            self._fail(call, SealedError("the execution has ended; this call was cancelled"))
+        else:
+            # Another gateway will go on with the execution, and with this call.
+            call.error = EngineGoneError("the gateway is stopping")
+            self._keep_now(call)
 
     async def _commit(self, call: LiveCall, completion: Finished) -> None:
         ids = call.sampled.all_ids()
@@ -257,7 +284,7 @@ class Recorder:
                 at=time.time(),
                 ids=pack_ids(ids),
                 logprobs=pack_floats(call.sampled.all_logprobs()),
-                versions=tuple(call.sampled.versions),
+                versions=tuple(merged(call.sampled.versions)),
                 finish=completion.finish,
                 first_token_at=call.first_token_at,
                 cached_tokens=completion.cached_tokens,
@@ -376,6 +403,8 @@ class Recorder:
         for call in list(self.live.values()):
             if call.reply is not None and not call.delivered:
                 self.write(Delivered(call=call.number, at=time.time(), complete=False))
+            if call.interrupted:
+                self._fail(call, SealedError("interrupted by a restart, and nobody came back for the reply"))
             self._leave(call)
         seq = self.write(Sealed(at=time.time(), outcome=outcome))
         await self.durable(seq)
@@ -408,7 +437,7 @@ class Recorder:
             raise SealedError(f"execution {self.execution} has ended; nothing more is recorded for it", code="sealed")
 
     def _check_limits(self) -> None:
-        busy = sum(1 for call in self.live.values() if not call.done)
+        busy = sum(1 for call in self.live.values() if not call.done and not call.interrupted)
         if busy >= self.config.max_live_calls:
             raise RequestError(f"{busy} calls of this execution are running already", status=429, code="too_many_calls")
         for name, limit, used in self._usage():
@@ -456,24 +485,6 @@ class Recorder:
         return self.graph.calls[call].output_ids
 
     def _sampling(self, request: ModelRequest, prompt_tokens: int, number: int) -> Sampling:
-        pinned, asked = self.config.sampling, request.sampling
         room = self._info.context_length - prompt_tokens if self._info.context_length else None
-        wanted = [n for n in (pinned.max_new_tokens, asked.max_tokens, room) if n is not None]
-        seed = None if pinned.seed is None else (pinned.seed * 1_000_003 + int(self.execution, 16) + number) % 2**31
-        return Sampling(
-            max_new_tokens=max(1, min(wanted, default=4096)),
-            temperature=_first(pinned.temperature, asked.temperature, 1.0),
-            top_p=_first(pinned.top_p, asked.top_p, 1.0),
-            top_k=int(_first(pinned.top_k, asked.top_k, -1)),
-            stop_token_ids=tuple(self.renderer.stop_ids),
-            seed=seed,
-        )
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
-
-
-def _recorded(sampling: Sampling) -> dict[str, bool | float | int | str | list[int | str]]:
-    found = msgspec.to_builtins(sampling)
-    return {key: value for key, value in found.items() if value is not None}
+        seed = int(self.execution, 16) + number
+        return pinned_sampling(self.config.sampling, request.sampling, self.renderer.stop_ids, room, seed)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import msgspec
 
 from gyre_sdk.capture.contexts import Point
+from gyre_sdk.capture.interrupted import ATTEMPTS_PER_LIFE, lives, revived
 from gyre_sdk.capture.live import LiveCall
 from gyre_sdk.capture.model import Reply, Tool
 from gyre_sdk.capture.recorder import Recorder
 from gyre_sdk.capture.stored import StoredRequest, call_facts, read_stored
 from gyre_sdk.errors import CorruptRecordError
-from gyre_sdk.wire.records import Delivered, Failed, Intent, Labelled, Link, Record, Result, Role
+from gyre_sdk.wire.records import Delivered, Event, Failed, Intent, Labelled, Link, Record, Result, Role
 
 
 class Recovery:
@@ -28,7 +28,7 @@ class Recovery:
         self._tools: dict[str, tuple[Tool, ...]] = {"": ()}
 
     def run(self, records: Sequence[Record]) -> list[int]:
-        """Learn all calls. Calls that were running are ended as failed (their retry is sampled anew).
+        """Learn all calls. Calls that were running wait, with their partial tokens, for the retry that goes on with them.
 
         Returns the numbers of the latter. Raises CorruptRecordError for a log of another program.
         """
@@ -46,10 +46,9 @@ class Recovery:
                     self._delivered.add(record.call)
                     self._recorder.contexts.calls[record.call].delivered = True
         interrupted = [number for number in self._intents if number not in self._results]
+        lived = lives([record.name for record in records if isinstance(record, Event)])
         for number in interrupted:
-            error = "Interrupted: the gateway ended while the call was running"
-            self._recorder.write(Failed(call=number, at=time.time(), error=error))
-            self._failed(number)
+            self._interrupted(number, lived * ATTEMPTS_PER_LIFE)
         self._undelivered()
         return interrupted
 
@@ -112,6 +111,15 @@ class Recovery:
         self._recorder.lineage.forget(number)
         self._recorder.counters.failed += 1
         self._intents.pop(number, None)
+
+    def _interrupted(self, number: int, first_attempt: int) -> None:
+        recorder = self._recorder
+        known, graph = recorder.contexts.calls[number], recorder.graph
+        rid, prompt = f"e{recorder.execution}.c{number:06d}.", graph.prompt_ids(number)
+        call = revived(self._intents[number], graph.calls[number], prompt, known, rid, recorder.renderer)
+        call.interrupted, call.first_attempt = True, first_attempt
+        recorder.live[number] = call
+        recorder.waiting.add(call)
 
     def _undelivered(self) -> None:
         """Finished replies that nobody got wait for their retry, as before."""

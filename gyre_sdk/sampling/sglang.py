@@ -139,7 +139,11 @@ class _Reply:
             )
         if not new_ids:
             return None
-        return Chunk(np.asarray(new_ids, np.int32), np.asarray(self.logprobs[-len(new_ids) :], np.float32))
+        return Chunk(
+            np.asarray(new_ids, np.int32),
+            np.asarray(self.logprobs[-len(new_ids) :], np.float32),
+            _version(meta["weight_version"]) if "weight_version" in meta else None,
+        )
 
     def completion(self) -> Completion:
         """Raises EngineGoneError when the stream ended before the reply did."""

@@ -60,6 +60,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
     output_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    version: int | None = None
+    """Policy version that sampled them, when the engine tells it while it streams."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

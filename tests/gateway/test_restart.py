@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
+import numpy as np
 import pytest
 
-from gyre_sdk.capture.wal import read_records
+from gyre_sdk.capture.gateway import TOKEN_META, ExecutionSpec, Gateway, GatewayConfig
+from gyre_sdk.capture.wal import Flusher, Wal, read_records
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.testing import Say, ScriptedCall, ScriptedEngine, ScriptedServer
+from gyre_sdk.wire import pack_floats, pack_ids
+from gyre_sdk.wire.records import Intent, Opened, Outcome, Partial, Span
 from tests.gateway.conftest import make_renderer
 
 pytestmark = pytest.mark.anyio
@@ -129,8 +137,100 @@ async def test_kill_and_restart_in_the_middle_of_a_session(tmp_path: Path) -> No
         renderer.decode(graph.calls[call].output_ids.tolist()).removesuffix("<|im_end|>") for call in sampled
     ] == said
     assert all(call.rerender == "" for call in graph.calls.values())
-    log = {entry.rid: entry for entry in engine.log}
+    # A call that was interrupted was asked for again, under a name of its own: its last attempt is what counts.
+    log = {entry.rid[: len("e00000000000a.c000000.")]: entry for entry in engine.log}
     for call in graph.calls.values():
-        if call.done:
-            entry = log[f"e00000000000a.c{call.number:06d}."]
-            assert graph.path_tokens(call.number).tolist() == entry.input_ids + entry.output_ids
+        entry = log[f"e00000000000a.c{call.number:06d}."]
+        assert graph.path_tokens(call.number).tolist() == entry.input_ids + entry.output_ids
+
+
+PARTIAL = GatewayConfig(partial_every_s=0.0, orphan_grace_s=60)
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+async def test_an_interrupted_reply_is_continued_from_its_partial_tokens(tmp_path: Path, end: str) -> None:
+    """`killed`: the next gateway finds the folder as it was in mid-reply."""
+    renderer = make_renderer(tmp_path / "model")
+    whole = Say("a long reply that takes its time to be said, word by word by word", chunk=1, delay=0.03)
+    engine = ScriptedEngine(renderer, lambda call: replace(whole, skip=len(call.input_ids) - start if start else 0))
+    gateway = Gateway(engine, renderer, tmp_path / "run", PARTIAL)
+    start = 0
+    messages = [{"role": "user", "content": "go on"}]
+    async with gateway.serving() as url:
+        handle = await gateway.open(ExecutionSpec(execution="00000000000b"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(persistent_post_once, url, handle.token, messages)
+            while not engine.log or len(engine.log[0].output_ids) < 6:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            start = len(engine.log[0].input_ids)
+            if end == "killed":
+                await handle.recorder.durable(handle.recorder._wal.next_seq - 1)
+            else:
+                await gateway.aclose()
+            shutil.copytree(tmp_path / "run", tmp_path / "next")
+            group.cancel_scope.cancel()
+    again = Gateway(engine, renderer, tmp_path / "next", PARTIAL)
+    (recovered,) = await again.recover()
+    kept = len(recovered.graph.calls[0].output_ids)
+    assert 5 <= kept < len(engine.ids_of(whole))
+    async with again.serving() as url:
+        reply = await persistent_post(url, handle.token, messages)
+        graph = recovered.graph
+        assert reply["content"] == whole.text
+        assert [e.data for e in graph.events if e.name == "resumed"] == [
+            {"call": 0, "tokens": kept, "how": "continued"}
+        ]
+        assert graph.calls[0].output_ids.tolist() == engine.ids_of(whole)
+        # The engine was told what had been said, and said the rest, with logprobs of the right positions.
+        assert engine.log[-1].rid == "e00000000000b.c000000.100."
+        assert engine.log[-1].input_ids == engine.log[0].input_ids + engine.ids_of(whole)[:kept]
+        positions = [engine.logprob(id_, start + i) for i, id_ in enumerate(engine.ids_of(whole))]
+        assert graph.calls[0].logprobs.tolist() == pytest.approx(positions)
+        assert graph.calls[0].versions == (Span(1, 0, len(engine.ids_of(whole))),)
+        await again.seal("00000000000b", Outcome(status="completed"))
+    replayed = BranchGraph.replay(read_records(tmp_path / "next" / "executions" / "00000000000b" / "wal.gyre"))
+    assert replayed.digest() == graph.digest()
+
+
+async def test_what_nobody_asks_for_again_ends_with_the_execution(tmp_path: Path) -> None:
+    """And a reply whose last token was on disk is not sampled further."""
+    renderer = make_renderer(tmp_path / "model")
+    engine = ScriptedEngine(renderer, lambda call: Say("never said"))
+    whole = engine.ids_of(Say("said already"))
+    (tmp_path / "run").mkdir()
+    with Flusher() as flusher:
+        for execution, ids in (("00000000000c", whole[:2]), ("00000000000d", whole)):
+            wal = Wal.create(tmp_path / "run" / "executions" / execution / "wal.gyre", flusher)
+            meta = {TOKEN_META: hashlib.sha256(execution.encode()).hexdigest()}
+            wal.append(Opened(execution=execution, at=1.0, meta=meta))
+            request = {"messages": [{"role": "user", "content": "go on"}]}
+            source = Gateway(engine, renderer, tmp_path / execution, PARTIAL)
+            async with source.serving() as url:
+                handle = await source.open(ExecutionSpec(execution=execution))
+                await persistent_post(url, handle.token, request["messages"])
+                stored = list(read_records(source.wal_path(execution)))
+            (intent,) = [record for record in stored if isinstance(record, Intent)]
+            wal.append(intent)
+            logprobs = pack_floats(np.zeros(len(ids), np.float32))
+            span = (Span(3, 0, len(ids)),)
+            wal.append(Partial(call=0, at=2.0, start=0, ids=pack_ids(ids), logprobs=logprobs, versions=span))
+            await wal.close()
+    engine.log.clear()
+    gateway = Gateway(engine, renderer, tmp_path / "run", PARTIAL)
+    unasked, finished = await gateway.recover()
+    async with gateway.serving() as url:
+        reply = await persistent_post(url, "00000000000d", [{"role": "user", "content": "go on"}])
+        assert reply["content"] == "said already"
+        assert not engine.log
+        assert finished.graph.calls[0].finish == "stop"
+        assert finished.graph.calls[0].versions == (Span(3, 0, len(whole)),)
+        await gateway.seal("00000000000c", Outcome(status="timeout"))
+    assert unasked.graph.calls[0].state == "failed"
+    assert unasked.graph.calls[0].output_ids.tolist() == whole[:2]
+    assert not unasked.graph.nodes
+
+
+async def persistent_post_once(url: str, token: str, messages: list[dict[str, Any]]) -> None:
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, timeout=30) as http:
+        with contextlib.suppress(httpx.TransportError):
+            await http.post(f"{url}/v1/chat/completions", json={"messages": messages})
