@@ -13,7 +13,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-faults test-chaos test-ray
+.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-faults test-chaos test-harness test-ray
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -71,6 +71,10 @@ test-faults: setup ## kill -9, slow and full disks
 test-chaos: setup ## kills and stalls of every process during training
 	$(BIN)/python -m pytest -q -m chaos tests
 
+test-harness: setup $(MINI)/.done ## real harness CLIs from npm and PyPI, each through every fault, in loopback-only sandboxes (Node 20, root)
+	$(BIN)/python scripts/install-harnesses.py
+	$(BIN)/python -m pytest -v -m harness -o console_output_style=count tests/harness
+
 test-ray: setup ## cells on a two-node Ray cluster on this machine
 	@$(call PIP,$(VENV)) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -q -m ray tests
@@ -80,4 +84,4 @@ $(SGLANG)/.done: $(VENV)/.done
 	@touch $@
 
 clean: ## remove the virtual environments and caches of this checkout (runs are kept)
-	rm -rf $(VENV) $(MINI) .venv-* .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(MINI) .venv-* .harness .mypy_cache .ruff_cache .import_linter_cache .hypothesis

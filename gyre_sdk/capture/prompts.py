@@ -81,7 +81,7 @@ class Prompter:
 
         delta = await anyio.to_thread.run_sync(bridge) if heavy else bridge()
         if delta is None:
-            reason = match.rerender or self._own_reason(match.call)
+            reason = match.rerender or self._own_reason(match.call, new)
             return await self._whole(request, read, reason, match.call)
         ids = np.concatenate([context, delta])
         return Prompt(
@@ -96,9 +96,13 @@ class Prompter:
             known.after or known.prompt,
         )
 
-    def _own_reason(self, call: int) -> str:
-        """Why a family refuses to extend although the messages do: it drops reasoning, or its template is unstable."""
-        return "reasoning_dropped" if "r" in self.contexts.calls[call].reply_kinds else "template_unstable"
+    def _own_reason(self, call: int, new: Sequence[Part]) -> str:
+        """Why the messages go on but the tokens can't: the template drops reasoning, or is unstable in itself.
+
+        A hand-written renderer refuses a new question for the sake of earlier reasoning; an empty block of it counts.
+        """
+        question = self.renderer.family != "template" and any(part.kind == "user" for part in new)
+        return "reasoning_dropped" if question or "r" in self.contexts.calls[call].reply_kinds else "template_unstable"
 
     async def _whole(self, request: ModelRequest, read: ReadRequest, reason: str, of: int) -> Prompt:
         def render() -> tuple[list[Part], Ids]:

@@ -162,13 +162,19 @@ def _stream_headers(call: LiveCall) -> dict[bytes, bytes]:
     return {b"cache-control": b"no-cache", b"x-accel-buffering": b"no", CALL_HEADER: str(call.number).encode()}
 
 
+BREAK_S = 0.2
+"""From the error event of a broken stream to its reset."""
+
+
 async def _break(client: Client, writer: StreamWriter, problem: Problem) -> None:
     """End a stream that can't be finished: the error event, and never a clean end.
 
-    Returning without the last body message makes the server drop the connection.
+    Raising without the last body message makes the server drop the connection. Clients throw away what they have not
+    read yet when that happens, so the error gets a moment to be seen.
     """
     if not client.gone:
         await client.send(writer.error(problem), more=True)
+        await asyncio.wait({client.watch()}, timeout=BREAK_S)
         raise StreamBrokenError(problem.message)
 
 

@@ -341,8 +341,9 @@ class Lineage:
             last = self._last_done(thread)
             if last is None or last >= facts.call:
                 continue
-            text = self._calls[last].text
-            if text and text in told:
+            known = self._calls[last]
+            # Some subagents answer in the arguments of a tool call that ends them.
+            if any(text and text in told for text in (known.text, *known.arguments)):
                 guess.links.append(self._link(facts, "returns", last, "result reappears", inferred=True))
                 thread.returned = True
 
@@ -407,8 +408,10 @@ class Lineage:
         return list(itertools.islice(reversed(self._calls), SEARCHED_CALLS))
 
     def _asking(self, facts: CallFacts, thread: _Thread | None) -> int | None:
-        """The latest reply with a tool call whose argument is in the first user message."""
-        told = haystack([facts.first_user])
+        """The latest reply with a tool call whose argument is in the new context's user messages: not always the first
+        of them, since some harnesses put the surroundings before the task.
+        """
+        told = haystack([facts.first_user, *facts.new_users[1:4]])
         for number in self._latest():
             known = self._calls[number]
             if not known.done or (thread is not None and known.thread is not thread):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -237,4 +238,6 @@ class _ChatStream(StreamWriter):
         return out + b"data: [DONE]\n\n"
 
     def error(self, problem: Problem) -> bytes:
-        return sse(ChatDialect().error(problem))
+        # No status comes with an event: the code carries it, as with other providers, for clients that ask again by it.
+        told = problem if problem.code else replace(problem, code=str(problem.status))
+        return sse(ChatDialect().error(told))

@@ -347,4 +347,7 @@ class _GeminiStream(StreamWriter):
         return self._send(chunk(self._request, self._ident, parts, reply)) + (b"" if self._sse else b"]")
 
     def error(self, problem: Problem) -> bytes:
-        return self._send(GeminiDialect().error(problem))
+        # In a stream of events too, the provider sends its errors as bare JSON: only so does its JavaScript client
+        # see one, and the CLI then asks again; after a mere reset it gives up.
+        error = GeminiDialect().error(problem)
+        return msgspec.json.encode(error) + b"\r\n" if self._sse else self._send(error)
