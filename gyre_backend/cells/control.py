@@ -21,7 +21,7 @@ from gyre_backend.cells.engine_side import EngineSide
 from gyre_backend.cells.replica import Replica
 from gyre_backend.tree.plan import plan_from_bytes
 from gyre_backend.weights import Manifest
-from gyre_sdk.errors import GyreError
+from gyre_sdk.errors import EngineError, GyreError
 
 T = TypeVar("T")
 
@@ -64,6 +64,9 @@ class CellControl:
                 return JSONResponse({"error": "a cell's control routes want its token"}, status_code=401)
             try:
                 return await call(request)
+            except EngineError as error:
+                # The engine's trouble is the cell's: this is no refusal of what was asked.
+                return JSONResponse({"error": f"its engine: {error}"}, status_code=503)
             except GyreError as error:
                 return JSONResponse({"error": str(error)}, status_code=409)
 

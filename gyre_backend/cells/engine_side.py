@@ -8,7 +8,8 @@ exports.
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import httpx
 
+from gyre_backend.engines.sglang import EngineControl
 from gyre_backend.errors import CellError
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
     from gyre_backend.config import BackendConfig
     from gyre_backend.trainers.base import Trainer
+    from gyre_backend.weights.transport import Transport
+
+log = logging.getLogger(__name__)
 
 
 class EngineSide(Protocol):
@@ -82,7 +87,7 @@ class EmbeddedSide:
     per cell.
     """
 
-    def __init__(self, trainer: Trainer, config: BackendConfig) -> None:
+    def __init__(self, trainer: Trainer, config: BackendConfig, transport: Transport) -> None:
         from gyre_backend.cells.sharing import engine_model
         from gyre_backend.engines.embedded import EmbeddedEngine
 
@@ -90,6 +95,7 @@ class EmbeddedSide:
             engine_model(trainer),
             version=trainer.version,
             context_length=config.model.context or None,
+            transport=transport,
             **config.engine.options,
         )
         self._app: ASGIApp = self._engine.app()
@@ -134,9 +140,8 @@ class EmbeddedSide:
 class SGLangSide:
     """A real SGLang server: launched per cell, or one that runs already. Weights reach it through a folder.
 
-    The memory release is written to the documented order (kv_cache, then weights; back in reverse) and needs
-    a GPU and
-    `--enable-memory-saver`; it is only asked for when the launch command names that flag.
+    The memory release is written to the documented order and needs a GPU and `--enable-memory-saver`; it is only
+    asked for when the launch command names that flag.
     """
 
     def __init__(self, trainer: Trainer, config: BackendConfig, model_dir: Path, work_dir: Path) -> None:
@@ -148,7 +153,10 @@ class SGLangSide:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = work_dir / "sglang.log"
         self._saves_memory = "--enable-memory-saver" in config.engine.command
-        self._http = httpx.AsyncClient(base_url=self._url or "http://127.0.0.1", timeout=600.0, trust_env=False)
+        self._released = False
+        self._loaded: tuple[str, Any] | None = None
+        """Digest of the exported files that the server loaded last, and the checksum it then reported."""
+        self._control = EngineControl(self._url)
 
     @property
     def url(self) -> str:
@@ -165,10 +173,10 @@ class SGLangSide:
         if not self._url:
             port = _free_port()
             self._url = f"http://127.0.0.1:{port}"
-            self._http.base_url = httpx.URL(self._url)
+            self._control = EngineControl(self._url)
             self._process = self._launch(port)
         with anyio.move_on_after(self._table.start_timeout_s) as scope:
-            await self._until_ready()
+            await self._until_healthy()
         if scope.cancelled_caught:
             raise CellError(
                 f"SGLang at {self._url} was not ready after {self._table.start_timeout_s:g} s; see {self._log}"
@@ -189,54 +197,67 @@ class SGLangSide:
             # The same session as the cell: the runtime ends both together.
             return subprocess.Popen(filled, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ.copy())
 
-    async def _until_ready(self) -> None:
+    async def _until_healthy(self) -> None:
         while True:
             if self._process is not None and self._process.poll() is not None:
                 raise CellError(f"SGLang ended with code {self._process.returncode}; see {self._log}")
-            with contextlib.suppress(httpx.TransportError):
-                if (await self._http.get("/health", timeout=5.0)).status_code == 200:
-                    return
+            if await self._control.healthy():
+                return
             await anyio.sleep(0.5)
 
     async def release(self) -> None:
         """Abort, pause, flush; with the memory saver release the cache, then the weights."""
-        await _post(self._http, "/pause_generation", {"mode": "abort"})
-        await _post(self._http, "/flush_cache", {})
         if self._saves_memory:
-            for tag in ("kv_cache", "weights"):
-                await _post(self._http, "/release_memory_occupation", {"tags": [tag]})
+            await self._control.release_memory()
+            self._released = True
+        else:
+            await self._control.pause("abort")
+            await self._control.flush()
 
     async def freeze(self) -> None:
         """Put running requests back in the queue; they go on with the new weights."""
-        await _post(self._http, "/pause_generation", {"mode": "retract"})
+        await self._control.pause("retract")
 
     async def take(self, version: int) -> None:
-        """Export, load from disk, check the version that the server then reports."""
-        if self._saves_memory:
-            await _post(self._http, "/resume_memory_occupation", {"tags": ["weights"]})
+        """Export, load from disk, check the version and the checksum that the server then reports.
+
+        Equal files must give an equal checksum. Raises CellError, EngineError or WeightsError; it stays paused then.
+        """
         folder = self._folder / f"v{version:06d}"
         await anyio.to_thread.run_sync(self._trainer.export_hf, folder)
         try:
-            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-            await _post(self._http, "/update_weights_from_disk", body)
-            info = (await self._http.get("/model_info")).json()
-            if str(info.get("weight_version")) != str(version):
-                raise CellError(f"SGLang reports weights {info.get('weight_version')} after an update to {version}")
+            digest = await anyio.to_thread.run_sync(folder_digest, folder)
+            known = self._loaded[1] if self._loaded is not None and self._loaded[0] == digest else None
+            load = self._control.restore_memory if self._released else self._control.load_weights
+            await load(folder, version, expect_checksum=known)
+            self._released = False
+            checksum = await self._control.checksum()
         finally:
             await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
-        if self._saves_memory:
-            await _post(self._http, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        if self._loaded is not None and self._loaded[0] != digest and self._loaded[1] == checksum:
+            log.warning("%s: same weights after an update to %d; less than its dtype can show?", self._url, version)
+        self._loaded = (digest, checksum)
 
     async def resume(self) -> None:
         """Generate again."""
-        await _post(self._http, "/continue_generation", {})
+        await self._control.resume()
 
     async def aclose(self) -> None:
         """End the server if this cell launched it."""
-        await self._http.aclose()
+        await self._control.aclose()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             await anyio.to_thread.run_sync(_reap, self._process)
+
+
+def folder_digest(folder: Path) -> str:
+    """Digest of a model folder's weight files."""
+    state = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")):
+        state.update(path.name.encode())
+        with path.open("rb") as file:
+            state.update(hashlib.file_digest(file, "blake2b").digest())
+    return state.hexdigest()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -255,10 +276,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_engine_side(config: BackendConfig, trainer: Trainer, model_dir: Path, work_dir: Path) -> EngineSide:
-    """The engine that the configuration names."""
+def make_engine_side(
+    config: BackendConfig, trainer: Trainer, model_dir: Path, work_dir: Path, transport: Transport
+) -> EngineSide:
+    """The engine that the configuration names. `transport` carries keys and values between embedded engines."""
     maker: Callable[[], EngineSide] = (
-        (lambda: EmbeddedSide(trainer, config))
+        (lambda: EmbeddedSide(trainer, config, transport))
         if config.engine.kind == "embedded"
         else (lambda: SGLangSide(trainer, config, model_dir, work_dir))
     )

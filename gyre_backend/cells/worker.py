@@ -71,7 +71,7 @@ async def serve(spec: CellSpec) -> None:
     )
     if spec.checkpoint:
         await anyio.to_thread.run_sync(replica.load, Path(spec.checkpoint))
-    engine = make_engine_side(config, trainer, Path(spec.model_dir), work_dir)
+    engine = make_engine_side(config, trainer, Path(spec.model_dir), work_dir, transport)
     # Without the protocol, asyncio leaves Nagle's algorithm on: 40 ms a reply.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind((host, 0))

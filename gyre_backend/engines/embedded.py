@@ -8,6 +8,7 @@ As an object it lives in a cell's process and computes with the trainer's own me
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,10 @@ from gyre_backend.engines.core import EngineCore, Limits, eos_ids
 from gyre_backend.engines.disk import checksum, copy_in_place, load_in_place
 from gyre_backend.engines.forward import prepare
 from gyre_backend.engines.journal import Journal
+from gyre_backend.engines.kv import kv_layout
+from gyre_backend.engines.kv_exchange import KVExchange
 from gyre_backend.engines.routes import EngineRoutes
+from gyre_backend.weights.transport import Transport, make_transport
 from gyre_sdk.errors import ConfigError, GyreError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ class EmbeddedEngine:
     """Continuous batching with prefix reuse over `model`, a transformers causal model with full attention.
 
     The model's parameters may be shared with a trainer: pause with mode `abort` or `retract`, change them in place, call
-    `update_weights(None, version)`, continue. Raises UnsupportedError for a model that it can't serve.
+    `update_weights(None, version)`, continue. `transport`: how other engines read this one's keys and values and it theirs; without
+    one, over HTTP. Raises UnsupportedError for a model that it can't serve.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class EmbeddedEngine:
         prefill_tokens: int = 512,
         incremental_streaming: bool = True,
         log: Path | str | None = None,
+        transport: Transport | None = None,
         name: str = "embedded",
         model_path: str = "",
     ) -> None:
@@ -51,9 +57,10 @@ class EmbeddedEngine:
         config = model.config.get_text_config()
         longest = int(getattr(config, "max_position_embeddings", 0) or 4096)
         context = min(context_length or longest, longest)
+        layout = kv_layout(model)
         limits = Limits(
             max_batch=max_batch,
-            kv_tokens=max(context, kv_tokens or KV_BYTES // _kv_bytes_per_token(model)),
+            kv_tokens=max(context, kv_tokens or KV_BYTES // layout.bytes_per_token),
             context_length=context,
             prefill_tokens=prefill_tokens,
         )
@@ -64,6 +71,8 @@ class EmbeddedEngine:
         self.incremental_streaming = incremental_streaming
         self._journal = Journal(Path(log)) if log is not None else None
         eos = eos_ids((config, getattr(model, "generation_config", None)))
+        self.kv_layout = layout
+        self.exchange = KVExchange(transport)
         self.core = EngineCore(model, limits, str(version), eos, self._journal)
 
     def app(self) -> ASGIApp:
@@ -99,15 +108,9 @@ class EmbeddedEngine:
     def close(self) -> None:
         """End the engine's thread."""
         self.core.close()
+        self.exchange.close()
         if self._journal is not None:
             self._journal.close()
-
-
-def _kv_bytes_per_token(model: Any) -> int:
-    config = model.config.get_text_config()
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return 2 * int(config.num_hidden_layers) * heads * size * int(next(model.parameters()).element_size())
 
 
 def load_model(path: Path, *, dtype: str = "float32", device: str = "cpu") -> Any:
@@ -143,6 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prefill-tokens", type=int, default=512, help="prompt tokens computed per step")
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--cumulative-streaming", action="store_true", help="stream whole replies, as SGLang does")
+    parser.add_argument(
+        "--kv-transport",
+        default="http",
+        choices=["http", "mooncake", "file"],
+        help="how keys and values move between engines",
+    )
     parser.add_argument("--log", type=Path, help="append every ended call to this file")
     parser.add_argument("--seed", type=int, help="seed of torch, for calls without one")
     chosen = parser.parse_args(arguments)
@@ -163,6 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
             prefill_tokens=chosen.prefill_tokens,
             incremental_streaming=not chosen.cumulative_streaming,
             log=chosen.log,
+            transport=_transport(chosen.kv_transport, chosen.host),
             model_path=str(folder),
         )
         try:
@@ -173,6 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def _transport(kind: str, host: str) -> Transport | None:
+    if kind == "http":
+        return None
+    return make_transport(kind, folder=Path(tempfile.mkdtemp(prefix="gyre-kv-")), host=host)
 
 
 def _settings(threads: int | None, seed: int | None) -> None:

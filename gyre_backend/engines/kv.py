@@ -13,7 +13,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gyre_backend.errors import WeightsError
+
 GROW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one position's keys and values look like in a model with full attention."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+    device: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers together."""
+        import torch
+
+        return 2 * self.layers * self.heads * self.head_dim * int(getattr(torch, self.dtype).itemsize)
+
+
+def kv_layout(model: Any) -> KVLayout:
+    """The layout of a transformers causal model."""
+    config = model.config.get_text_config()
+    parameter = next(model.parameters())
+    return KVLayout(
+        layers=int(config.num_hidden_layers),
+        heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(parameter.device),
+    )
 
 
 class SequenceKV:
@@ -28,6 +61,11 @@ class SequenceKV:
     def capacity(self) -> int:
         """Positions that fit without growing."""
         return int(self._keys[0].shape[1]) if self._keys else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filled positions."""
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.parts())
 
     def append(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
         """Add `keys, values [Hkv, n, D]` at `layer` behind `length`; returns both `[Hkv, length + n, D]`.
@@ -59,21 +97,54 @@ class SequenceKV:
         copy._values = [_grown(values, length, length + GROW_TOKENS) for values in self._values]
         return copy
 
+    def parts(self) -> list[tuple[str, Any]]:
+        """(name, tensor [Hkv, length, D]) of every layer's keys and values, in a fixed order."""
+        keys = [(f"k{i:04d}", keys[:, : self.length]) for i, keys in enumerate(self._keys)]
+        return keys + [(f"v{i:04d}", values[:, : self.length]) for i, values in enumerate(self._values)]
+
+    def to_host(self) -> SequenceKV:
+        """A copy in host memory without room behind the filled positions: each part is contiguous."""
+        copy = SequenceKV()
+        copy.length = self.length
+        copy._keys = [keys[:, : self.length].to("cpu", copy=True).contiguous() for keys in self._keys]
+        copy._values = [values[:, : self.length].to("cpu", copy=True).contiguous() for values in self._values]
+        return copy
+
+    def to_device(self, device: str) -> SequenceKV:
+        """This sequence with its tensors there."""
+        self._keys = [keys.to(device) for keys in self._keys]
+        self._values = [values.to(device) for values in self._values]
+        return self
+
+    @classmethod
+    def empty(cls, layout: KVLayout, length: int) -> SequenceKV:
+        """Host memory for `length` positions, to be filled by a read. The pages are touched: a first touch in a transfer is slow."""
+        import torch
+
+        made = cls()
+        made.length = length
+        shape, dtype = (layout.heads, length, layout.head_dim), getattr(torch, layout.dtype)
+        made._keys = [torch.zeros(shape, dtype=dtype) for _ in range(layout.layers)]
+        made._values = [torch.zeros(shape, dtype=dtype) for _ in range(layout.layers)]
+        return made
+
     def to_bytes(self) -> bytes:
         """The filled positions of every layer, in safetensors' format."""
         from safetensors.torch import save
 
-        parts = {f"k{i:04d}": keys[:, : self.length].contiguous() for i, keys in enumerate(self._keys)}
-        parts |= {f"v{i:04d}": values[:, : self.length].contiguous() for i, values in enumerate(self._values)}
-        data: bytes = save(parts)
+        data: bytes = save({name: tensor.contiguous() for name, tensor in self.parts()})
         return data
 
     @classmethod
     def from_bytes(cls, data: bytes, length: int) -> SequenceKV:
-        """The inverse of `to_bytes`."""
+        """The inverse of `to_bytes`. Raises WeightsError for other bytes."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
-        parts = load(data)
+        try:
+            parts = load(data)
+        except SafetensorError as error:
+            raise WeightsError(f"not keys and values: {error}") from error
         made = cls()
         made.length = length
         made._keys = [parts[name] for name in sorted(parts) if name.startswith("k")]

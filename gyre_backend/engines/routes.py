@@ -16,6 +16,8 @@ from starlette.routing import Route
 
 from gyre_backend.engines.calls import BadCallError, Call, GenerateBody, Update
 from gyre_backend.engines.core import EngineCore
+from gyre_backend.engines.kv import KVLayout
+from gyre_backend.engines.kv_exchange import KVExchange
 from gyre_backend.engines.kv_routes import KVRoutes
 from gyre_sdk.errors import EngineError, GyreError
 
@@ -45,6 +47,10 @@ class Engine(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def incremental_streaming(self) -> bool: ...
+    @property
+    def exchange(self) -> KVExchange: ...
+    @property
+    def kv_layout(self) -> KVLayout: ...
     def load_from_disk(self, folder: str) -> None: ...
     def checksum(self) -> str: ...
 
@@ -79,8 +85,9 @@ class EngineRoutes:
             ("/release_memory_occupation", self._release, ["POST"]),
             ("/resume_memory_occupation", self._resume, ["POST"]),
         ]
+        engine = self._engine
         own = [Route(path, _guarded(call), methods=methods) for path, call, methods in routes]
-        return Starlette(routes=[*own, *KVRoutes(self._engine.core).routes()])
+        return Starlette(routes=[*own, *KVRoutes(engine.core, engine.exchange, engine.kv_layout).routes()])
 
     # ---- generation ----
 

@@ -63,9 +63,13 @@ class EngineControl:
         Raises WeightsError when the server then reports another version or checksum; it stays paused in that case.
         """
         await self.pause("retract")
+        await self.load_weights(folder, version, expect_checksum=expect_checksum)
+        await self.resume()
+
+    async def load_weights(self, folder: Path, version: int | str, *, expect_checksum: Any = None) -> None:
+        """The part of an update between pause and continue: begin, update, end, verify. Raises WeightsError, EngineError."""
         await self._update(folder, version)
         await self._verify(version, expect_checksum)
-        await self.resume()
 
     async def release_memory(self) -> None:
         """Rollout → training: end calls, then give back the cache and the weights, in this order. Not run without a GPU."""
@@ -75,13 +79,18 @@ class EngineControl:
         for tag in ("kv_cache", "weights"):
             await self._post("/release_memory_occupation", {"tags": [tag]})
 
-    async def resume_memory(self, folder: Path, version: int | str, *, expect_checksum: Any = None) -> None:
-        """Training → rollout: weights' memory, new weights, verified, then the cache's memory, then calls. Not run without a GPU."""
+    async def restore_memory(self, folder: Path, version: int | str, *, expect_checksum: Any = None) -> None:
+        """Training → rollout: weights' memory, new weights, verified, then the cache's memory; `resume` follows. Not run without a GPU."""
         await self._post("/resume_memory_occupation", {"tags": ["weights"]})
-        await self._update(folder, version)
-        await self._verify(version, expect_checksum)
+        await self.load_weights(folder, version, expect_checksum=expect_checksum)
         await self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        await self.resume()
+
+    async def healthy(self) -> bool:
+        """Whether it answers /health with 200 now."""
+        try:
+            return (await self._http.get(f"{self.url}/health", timeout=5.0)).status_code == 200
+        except httpx.TransportError:
+            return False
 
     async def until_ready(self, timeout_s: float) -> None:
         """Until /ready answers 200. Raises EngineGoneError."""

@@ -7,6 +7,7 @@ asked to go on. Whatever goes wrong here costs time and nothing else: the target
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -14,6 +15,17 @@ import httpx
 from gyre_sdk.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a migration saved: tokens that the target need not compute again, and the bytes that went over."""
+
+    tokens: int = 0
+    nbytes: int = 0
+
+
+NOTHING = Moved()
 
 
 class KVMigrator(Protocol):
@@ -24,8 +36,8 @@ class KVMigrator(Protocol):
         """prefill | embedded | sglang-hicache."""
         ...
 
-    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> int:
-        """Bring what `source` (URL) holds of `ids` to `target` (URL). Returns tokens that need not be computed again.
+    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> Moved:
+        """Bring what `source` (URL) holds of `ids` to `target` (URL). Says what need not be computed again.
 
         `call` is the request's body (`cache_salt`, `extra_key`). Returns only when the source's memory is free of it. Never raises.
         """
@@ -37,9 +49,9 @@ class PrefillMigrator:
 
     name = "prefill"
 
-    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> int:
+    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> Moved:
         """Nothing."""
-        return 0
+        return NOTHING
 
 
 class EmbeddedMigrator:
@@ -51,22 +63,25 @@ class EmbeddedMigrator:
         self._http = http
         self._deadline_s = deadline_s
 
-    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> int:
+    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> Moved:
         """Pin at the source, pull at the target, release at the source whatever happened."""
         key = {"input_ids": ids, "cache_salt": call.get("cache_salt"), "extra_key": call.get("extra_key")}
         ticket = None
         try:
             pinned = await self._http.post(f"{source}/kv/pin", json=key, timeout=self._deadline_s)
             if pinned.status_code != 200:
-                return 0
+                return NOTHING
             ticket = pinned.json()
             pulled = await self._http.post(
                 f"{target}/kv/pull", json={**key, **ticket, "source": source}, timeout=self._deadline_s
             )
-            return int(pulled.json()["tokens"]) if pulled.status_code == 200 else 0
+            if pulled.status_code != 200:
+                return NOTHING
+            taken = pulled.json()
+            return Moved(int(taken["tokens"]), int(taken["bytes"]))
         except (httpx.HTTPError, ValueError, KeyError) as error:
             _log.warning("keys and values were not moved from %s to %s: %s", source, target, error)
-            return 0
+            return NOTHING
         finally:
             if ticket is not None:
                 await self._release(source, ticket)
@@ -94,14 +109,14 @@ class HiCacheMigrator:
         self._barrier_s = barrier_s
         self._page_tokens = page_tokens
 
-    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> int:
-        """Wait for the write-back; whole pages can then be found by the target. 0 without a salt: versions could mix."""
+    async def move(self, source: str, target: str, ids: list[int], call: dict[str, Any]) -> Moved:
+        """Wait for the write-back; whole pages can then be found by the target. Nothing without a salt: versions could mix."""
         import anyio
 
         if not call.get("cache_salt"):
-            return 0
+            return NOTHING
         await anyio.sleep(self._barrier_s)
-        return len(ids) // self._page_tokens * self._page_tokens
+        return Moved(len(ids) // self._page_tokens * self._page_tokens)
 
 
 def make_migrator(name: str, http: httpx.AsyncClient) -> KVMigrator:

@@ -63,7 +63,7 @@ class Router:
         self._counters: dict[str, float] = dict.fromkeys(
             (
                 "requests", "moves", "resumes", "failures", "refused", "recomputed_tokens", "migrated_tokens",
-                "migrations", "wait_seconds", "drain_seconds",
+                "migrations", "migrated_bytes", "migrate_seconds", "wait_seconds", "drain_seconds",
             ),
             0.0,
         )  # fmt: skip
@@ -237,10 +237,13 @@ class Router:
 
     async def migrate(self, source: EngineState, target: EngineState, ids: list[int], body: dict[str, Any]) -> None:
         """Let keys and values go over, when the configuration says so."""
-        tokens = await self.migrator.move(source.url, target.url, ids, body)
-        if tokens:
+        began = time.monotonic()
+        moved = await self.migrator.move(source.url, target.url, ids, body)
+        if moved.tokens:
             self._counters["migrations"] += 1
-            self._counters["migrated_tokens"] += tokens
+            self._counters["migrated_tokens"] += moved.tokens
+            self._counters["migrated_bytes"] += moved.nbytes
+            self._counters["migrate_seconds"] += time.monotonic() - began
 
     # ---- inside ----
 

@@ -5,6 +5,7 @@ everywhere.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -63,15 +64,14 @@ class FileTransport:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: set[Path] = set()
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     def expose(self, regions: Sequence[Region], version: int) -> tuple[str, list[int]]:
         """Write the regions one after the other into a new file, which appears under its name only when
         complete.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._count += 1
-        path = self.folder / f"snapshot-{os.getpid()}-{self._count:06d}-v{version}.bin"
+        path = self.folder / f"snapshot-{os.getpid()}-{next(self._numbers):06d}-v{version}.bin"
         temporary = path.with_suffix(".tmp")
         offsets, offset = [], 0
         try:

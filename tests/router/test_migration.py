@@ -12,6 +12,7 @@ import pytest
 from gyre_backend.engines.embedded import EmbeddedEngine, load_model
 from gyre_backend.models import tiny_dir
 from gyre_backend.router import Router, RouterConfig
+from gyre_backend.weights import make_transport
 from gyre_sdk.sampling import Completion, GenerateRequest, Sampling, SGLangClient
 from tests.router.conftest import serve
 
@@ -33,13 +34,26 @@ async def finish(client: SGLangClient, rid: str, prompt: list[int], count: int, 
 
 
 @pytest.mark.parametrize(
-    ("migrator", "version", "moved_kv"), [("prefill", 1, False), ("embedded", 1, True), ("embedded", 2, False)]
+    ("migrator", "version", "moved_kv", "by"),
+    [
+        ("prefill", 1, False, None),
+        ("embedded", 1, True, None),
+        ("embedded", 1, True, "file"),
+        ("embedded", 1, True, "mooncake"),
+        ("embedded", 2, False, "file"),
+    ],
 )
 async def test_a_moved_call_is_the_call_that_was_not_moved(
-    model_dir: Path, migrator: str, version: int, moved_kv: bool
+    model_dir: Path, migrator: str, version: int, moved_kv: bool, by: str | None, tmp_path: Path
 ) -> None:
+    if by == "mooncake":
+        pytest.importorskip("mooncake.engine")
     prompt, count = list(range(30, 150)), 200
-    engines = [EmbeddedEngine(load_model(model_dir), version=v) for v in (1, version)]
+    transports = [make_transport(by, folder=tmp_path / side) if by else None for side in ("source", "target")]
+    engines = [
+        EmbeddedEngine(load_model(model_dir), version=v, transport=t)
+        for v, t in zip((1, version), transports, strict=True)
+    ]
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
         for engine in engines:
@@ -63,5 +77,7 @@ async def test_a_moved_call_is_the_call_that_was_not_moved(
         counters = router.counters()
         assert (counters["migrated_tokens"] > len(prompt)) == moved_kv
         assert (counters["recomputed_tokens"] <= 2) == moved_kv
+        assert counters["migrated_bytes"] == counters["migrated_tokens"] * engines[0].kv_layout.bytes_per_token
+        assert [engine.exchange.pinned for engine in engines] == [0, 0], "the source did not let go"
         for each in (client, direct, router):
             await each.aclose()
