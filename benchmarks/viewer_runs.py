@@ -215,7 +215,7 @@ def _prompt(story: Story, call: int) -> int:
 def long_story(execution: str, calls: int, tokens: int, **options: Any) -> Story:
     """An execution of so many calls and about so many unique tokens: retries, subagents, re-renders, compactions."""
     story = Story(execution, deadline_s=None, **options)
-    words = max(2, int(tokens / calls / 4.1))
+    words = max(2, int(tokens / calls / 5.45))
     last = story.call([SYSTEM, Part("user", prose(0, words))], prose(1, words))
     while len(story._lengths) < calls:
         number = len(story._lengths)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gyre_backend.config import BackendConfig
 from gyre_backend.errors import PlanError
-from gyre_backend.select.selection import SelectionConfig, select_group
+from gyre_backend.select.selection import GroupSelection, SelectionConfig, select_group
 from gyre_backend.tree.plan import TreePlan, build_plan, plan_to_bytes
 from gyre_backend.tree.split import split_dfs
 from gyre_sdk.graph import BranchGraph
@@ -43,6 +44,8 @@ class PreparedGroup:
     """
     oldest_version: int
     counters: dict[str, int]
+    taken: tuple[dict[str, Any], ...] = ()
+    """The trajectories that were taken, for people who look at the run: see `taken_paths`."""
 
 
 def selection_config(config: BackendConfig, estimator: str) -> SelectionConfig:
@@ -89,7 +92,27 @@ def prepare(
         version_sum=int(versions.sum()),
         oldest_version=int(versions.min()),
         counters=dict(chosen.counters),
+        taken=taken_paths(plan, chosen),
     )
+
+
+def taken_paths(plan: TreePlan, chosen: GroupSelection) -> tuple[dict[str, Any], ...]:
+    """Each taken path as plain values: execution, leaf, role, weight of its trained tokens (before the division by N),
+    advantage, and what it trains as [call, start, end).
+    """
+    numbers, first = np.unique(plan.edge_exec, return_index=True)
+    weights = {plan.executions[e]: float(w) for e, w in zip(numbers, plan.edge_w[first], strict=True)}
+    taken = []
+    for path in chosen.paths:
+        calls = []
+        for call in np.unique(path.call[path.call >= 0]):
+            index = path.index[path.call == call]
+            calls.append([int(call), int(index.min()), int(index.max()) + 1])
+        taken.append({
+            "execution": path.execution, "leaf": path.leaf, "role": path.role, "weight": weights[path.execution],
+            "advantage": float(chosen.advantages[path.execution]), "calls": calls,
+        })  # fmt: skip
+    return tuple(taken)
 
 
 def _split(plan: TreePlan, micro_tokens: int, whole_replies: bool) -> list[TreePlan]:

@@ -72,6 +72,7 @@ class Intake:
             run.metrics.event("group dropped", group=row.id, task=row.task)
             event = s.GroupDropped(run.now(), version=row.version)
         else:
+            run.metrics.selection(row.id, prepared.taken)
             run.ledger.ready(row.id)
             self._prepared[row.id] = prepared
             self.dropped_in_a_row = 0

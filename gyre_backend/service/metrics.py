@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from gyre_backend.trainers.base import MicroStepResult, StepResult, merge_metric
 
 
 class Metrics:
-    """Writes `metrics.jsonl` (steps) and `events.jsonl` (moves, losses), line by line."""
+    """Writes `metrics.jsonl` (steps), `events.jsonl` (moves, losses) and `selection.jsonl` (what is trained of each group),
+    line by line.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._steps = run_dir / "metrics.jsonl"
         self._events = run_dir / "events.jsonl"
+        self._selection = run_dir / "selection.jsonl"
         self.last: dict[str, Any] = {}
         self.counters: dict[str, float] = {}
 
@@ -32,6 +35,10 @@ class Metrics:
         """Something that happened to cells; counted by name."""
         self.count(name)
         _append(self._events, {"at": round(time.time(), 3), "event": name, **data})
+
+    def selection(self, group: str, paths: Sequence[Mapping[str, Any]]) -> None:
+        """What was taken of a group; a later line of the same group replaces it."""
+        _append(self._selection, {"group": group, "at": round(time.time(), 3), "paths": list(paths)})
 
     def count(self, name: str, by: float = 1) -> None:
         """Add to a counter."""

@@ -66,6 +66,8 @@ class _CallSpan:
     moved: bool = False
     """It ran on another engine than the call that ended before it."""
     failed: bool = False
+    tokens: int = 0
+    """Sampled by it."""
 
 
 @dataclass(slots=True)
@@ -145,7 +147,7 @@ class ExecutionRow:
             return
         self.tokens += count
         self.sampled += count
-        span.engine = record.engine
+        span.engine, span.tokens = record.engine, count
         # A reply that was moved in mid-sampling carries the name of the engine that finished it.
         span.moved = bool(self._engine) and record.engine != self._engine
         self._engine = record.engine

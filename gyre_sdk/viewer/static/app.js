@@ -187,7 +187,9 @@ function drawGraph(view) {
   state.cy = null;
   document.body.dataset.drawn = g.nodes.length;
   if (!g.nodes.length) return;
-  state.cy = cytoscape({ container: box, elements: elements(g), style: graphStyle(), minZoom: 0.03, maxZoom: 3, hideEdgesOnViewport: g.nodes.length > 500, layout: { name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: 46, ranker: "longest-path", animate: false, fit: false } });
+  state.cy = cytoscape({ container: box, elements: elements(g), style: graphStyle(), minZoom: 0.03, maxZoom: 3, hideEdgesOnViewport: g.nodes.length > 500, layout: { name: "null" } });
+  const kept = g.nodes.length > 100 ? state.cy.edges("[kind = 'continues']") : state.cy.edges();   // of many boxes, the tree alone decides where they are
+  state.cy.nodes().union(kept).layout({ name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: 46, ranker: "longest-path", animate: false, fit: false }).run();
   state.cy.on("tap", "node", (event) => look(event.target.id()));
   state.cy.on("dbltap", "node", (event) => toggle(event.target.id()));
   if (view) state.cy.viewport(view);
