@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | the agent ended, in time | yes | yes | - | |
 | the agent ran into its deadline, or its harness ended with an error | yes (what the workspace holds) | yes | agent | |
+| the harness could not be started, or broke without the policy's doing | - | no | environment | |
 | the agent left a sandbox in which no command runs any more (`rm -rf /`) | as 0 | yes | agent | |
 | the verifier gave a reward of 0 | yes | yes | - | |
 | the verifier timed out, or left no usable reward | yes | no | verifier | the verifier, within the budget |

@@ -11,11 +11,12 @@ from gyre_sdk.environments.prepare import wait_healthy
 from gyre_sdk.environments.sandbox.base import Sandbox
 from gyre_sdk.environments.task import Step, Task
 from gyre_sdk.environments.verify import keep_artifacts
-from gyre_sdk.errors import SandboxError
+from gyre_sdk.errors import HarnessError, SandboxError
 from gyre_sdk.wire.records import Outcome, Status
 
 RunAgent = Callable[[Task], Awaitable[tuple[Status, str]]]
-"""Runs the agent on a task of one step; returns how it ended and a message."""
+"""Runs the agent on a task of one step; returns how it ended and a message. Raises HarnessError when the harness broke without the
+policy's doing: that is not graded."""
 _SETUP_S = 600.0
 
 
@@ -51,6 +52,8 @@ async def run_steps(
                 break
     except SandboxError as error:
         return Outcome(status="environment_error", failure="environment", message=str(error))
+    except HarnessError as error:
+        return Outcome(status="harness_error", failure="environment", message=str(error))
     return combine(task, grades, status=status, message=message)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 from gyre_sdk.errors import CorruptRecordError
 from gyre_sdk.wire import WalReader
 from gyre_sdk.wire.records import Delivered, Failed, Intent, Opened, Outcome, Result, Sealed
+
+_OURS = ("EngineError", "EngineGoneError", "StorageError")
+"""Failures of a call that are not the doing of whoever asked."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,21 @@ def summarise(path: Path) -> ExecutionSummary | None:
     if summary is not None:
         summary.undelivered = summary.results - len(delivered)
     return summary
+
+
+def trouble_with_calls(path: Path, since: float) -> str:
+    """Why an agent that ended with an error since then may not be to blame: it never got a reply, or the engine failed its last call."""
+    answered, failed = 0, ""
+    with contextlib.suppress(CorruptRecordError, FileNotFoundError):
+        for frame in WalReader(path).frames():
+            record = frame.record()
+            if isinstance(record, Result) and record.at >= since:
+                answered, failed = answered + 1, ""
+            elif isinstance(record, Failed) and record.at >= since:
+                failed = record.error if record.error.startswith(_OURS) else ""
+    if failed:
+        return f"its last call failed: {failed}"
+    return "" if answered else "it got no reply before"
 
 
 def summaries(run_dir: Path) -> Iterator[ExecutionSummary]:

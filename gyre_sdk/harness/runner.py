@@ -15,6 +15,7 @@ from gyre_sdk.environments import make_sandbox, run_steps
 from gyre_sdk.errors import HarnessError, SandboxError
 from gyre_sdk.harness.agents import Agent, AgentContext
 from gyre_sdk.harness.recording import OpenExecution, Recording
+from gyre_sdk.harness.records import trouble_with_calls
 from gyre_sdk.wire.records import Outcome, Status
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class Runner:
         try:
             sandbox = await self._start_sandbox(order)
         except SandboxError as error:
-            return Outcome(status="environment_error", failure="environment", message=str(error))
+            # Nothing to grade: the trainer's configuration says whether it counts as a 0.
+            return Outcome(status="environment_error", failure="environment", message=str(error), placeholder=True)
         deadline_at = time.monotonic() + deadline_s
 
         async def run_agent(task: Task) -> tuple[Status, str]:
@@ -148,6 +150,7 @@ class Runner:
     async def _run_agent(
         self, order: ExecutionOrder, task: Task, handle: OpenExecution, sandbox: Sandbox, limit_s: float
     ) -> tuple[Status, str]:
+        """How the agent ended. Raises HarnessError for an end that is not the policy's doing."""
         folder = self._folder(order)
         context = AgentContext(
             task=task,
@@ -159,17 +162,20 @@ class Runner:
             log=folder / "harness.log",
             keep=folder / "harness",
         )
-        self._tell(order, "running", deadline_at=time.time() + limit_s)
+        begun = time.time()
+        self._tell(order, "running", deadline_at=begun + limit_s)
         try:
             with anyio.fail_after(max(limit_s, 0.0)):
                 code = await self.agent.run(sandbox, context)
         except TimeoutError:
             return "timeout", f"killed at its deadline of {limit_s:.0f} s"
-        except HarnessError as error:
-            return "harness_error", str(error)
-        if code not in self.agent.exit_ok:
-            return "harness_error", f"{self.agent.name} ended with exit code {code}; see {context.log.name}"
-        return "completed", ""
+        if code in self.agent.exit_ok:
+            return "completed", ""
+        ended = f"{self.agent.name} ended with exit code {code}; see {context.log.name}"
+        trouble = trouble_with_calls(folder / "wal.gyre", begun) if self.agent.needs_model else ""
+        if trouble:
+            raise HarnessError(f"{ended}; {trouble}")
+        return "harness_error", ended
 
     def _folder(self, order: ExecutionOrder) -> Path:
         return self.run_dir / "executions" / order.execution

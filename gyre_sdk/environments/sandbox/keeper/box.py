@@ -192,8 +192,7 @@ class Box:
         `keep`: where the image with the top layer goes instead of being removed.
         """
         if self.init is not None:
-            self.init.kill()
-            self._reap()
+            self.init.kill(self._reap)
         if self.namespaces is not None:
             self.namespaces.close()
             self.namespaces = None

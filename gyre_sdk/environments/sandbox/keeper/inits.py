@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,21 @@ class Init:
         """Whether the namespaces still take new processes."""
         return not self.ended
 
-    def kill(self) -> None:
-        """End it, and with it every process of its namespace, and wait for that."""
+    def kill(self, reap: Callable[[], None]) -> None:
+        """End it, and with it every process of its namespace, and wait for that.
+
+        The kernel lets process 1 go only when every other one of its namespace is reaped, the caller's own children there too: `reap`.
+        """
         if self.ended:
             return
         for pid in {self.pid, self.waited}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.waited, 0)
         until = time.monotonic() + 5
-        while Path(f"/proc/{self.pid}").exists() and not _is_zombie(self.pid) and time.monotonic() < until:
-            time.sleep(0.001)
+        while any(not _is_zombie(pid) for pid in (self.pid, self.waited)) and time.monotonic() < until:
+            reap()
+            time.sleep(0.0005)
+        reap()
         self.ended = True
 
 
