@@ -13,6 +13,7 @@ from gyre_backend.config.tables import (
     CellsTable,
     EngineTable,
     ModelTable,
+    MonitorsTable,
     RouterTable,
     SchedulerTable,
     Table,
@@ -38,6 +39,7 @@ class BackendConfig(Table):
     engine: EngineTable = EngineTable()
     router: RouterTable = RouterTable()
     weights: WeightsTable = WeightsTable()
+    monitors: MonitorsTable = MonitorsTable()
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> BackendConfig:
@@ -86,6 +88,7 @@ __all__ = [
     "CellsTable",
     "EngineTable",
     "ModelTable",
+    "MonitorsTable",
     "RouterTable",
     "SchedulerTable",
     "TrainTable",

@@ -209,3 +209,15 @@ class WeightsTable(Table):
     costs the source one copy of the weights."""
     deadline_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds for one transfer; never less than Mooncake's own MC_TRANSFER_TIMEOUT + 2."""
+
+
+class MonitorsTable(Table):
+    """`[monitors]`: where the metrics of steps go besides `metrics.jsonl`."""
+
+    use: tuple[str, ...] = ()
+    """tensorboard | wandb | trackio (extras of the same names), or `package.module:Class` for one of your own."""
+    project: str = "gyre"
+    name: str = ""
+    """Of the run; empty takes the name of its folder."""
+    options: dict[str, dict[str, Any]] = {}
+    """Settings of one monitor, by its name: `[monitors.options.wandb] mode = "offline"`."""

@@ -16,6 +16,7 @@ from gyre_backend.ingest import Ingest, ingest_routes
 from gyre_backend.service.driver import Driver
 from gyre_backend.service.routing import Routing
 from gyre_sdk.errors import ConfigError
+from gyre_sdk.wire.prometheus import CONTENT_TYPE
 
 
 class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +55,7 @@ class ServiceApp:
             Route("/v1/hello", self._guarded(self._hello), methods=["POST"]),
             Route("/v1/orders", self._guarded(self._orders), methods=["GET"]),
             Route("/v1/status", self._guarded(self._status), methods=["GET"]),
-            Route("/v1/metrics", self._guarded(self._metrics), methods=["GET"]),
+            *(Route(path, self._guarded(self._metrics), methods=["GET"]) for path in ("/v1/metrics", "/metrics")),
             *ingest_routes(self._ingest, authorize=self._refusal),
             *self._routing.routes(),
         ]
@@ -124,7 +125,7 @@ class ServiceApp:
             **{f"router_{name}": value for name, value in self._routing.counters().items()},
             **{f"ingest_{name}": value for name, value in _stats(self._ingest).items()},
         }
-        return PlainTextResponse(run.metrics.prometheus(gauges), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(run.metrics.prometheus(gauges), media_type=CONTENT_TYPE)
 
 
 def _stats(ingest: Ingest) -> dict[str, int]:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gyre_backend.monitors import FanOut, flat_numbers
 from gyre_backend.service.steps import OpenStep
 from gyre_backend.trainers.base import MicroStepResult, StepResult, merge_metrics
+from gyre_sdk.wire.prometheus import families, to_text
 
 
 class Metrics:
@@ -19,7 +21,8 @@ class Metrics:
     line by line.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, monitors: FanOut | None = None) -> None:
+        self._monitors = monitors or FanOut({})
         self._steps = run_dir / "metrics.jsonl"
         self._events = run_dir / "events.jsonl"
         self._selection = run_dir / "selection.jsonl"
@@ -30,6 +33,7 @@ class Metrics:
         """One finished step."""
         self.last = dict(row)
         _append(self._steps, row)
+        self._monitors.step(row)
 
     def event(self, name: str, **data: Any) -> None:
         """Something that happened to cells; counted by name."""
@@ -58,13 +62,14 @@ class Metrics:
 
     def prometheus(self, gauges: Mapping[str, float]) -> str:
         """Text format 0.0.4: gauges of the present, the last step's numbers, counters."""
-        lines = []
-        numbers = {k: v for k, v in self.last.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        for kind, values in (("gauge", gauges), ("gauge", _prefixed("last_", numbers)), ("counter", self.counters)):
-            for name, value in sorted(values.items()):
-                full = f"gyre_{name}".replace("/", "_").replace("-", "_").replace(" ", "_")
-                lines += [f"# TYPE {full} {kind}", f"{full} {value:g}"]
-        return "\n".join(lines) + "\n"
+        last = flat_numbers(self.last)
+        return to_text([
+            *families("gauge", gauges), *families("gauge", last, prefix="last_"), *families("counter", self.counters),
+        ])  # fmt: skip
+
+    def close(self) -> None:
+        """Let the monitors write what they hold; blocks for some seconds at most."""
+        self._monitors.close()
 
 
 def step_row(step: OpenStep, result: StepResult, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -115,10 +120,6 @@ def _by_cell(step: OpenStep) -> dict[str, int]:
     for cell in step.book.owners().values():
         by_cell[cell] = by_cell.get(cell, 0) + 1
     return by_cell
-
-
-def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    return {prefix + name: value for name, value in values.items()}
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

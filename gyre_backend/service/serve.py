@@ -21,9 +21,11 @@ from gyre_backend.cells.policy import PolicyConfig, from_mapping
 from gyre_backend.cells.runtime import CellRuntime, make_runtime
 from gyre_backend.cells.spec import CellReady
 from gyre_backend.config import BackendConfig
+from gyre_backend.corked import server_config
 from gyre_backend.ingest import Ingest
 from gyre_backend.ledger import Ledger
 from gyre_backend.models import model_dir
+from gyre_backend.monitors import FanOut, make_monitors
 from gyre_backend.service.app import Current, ServiceApp
 from gyre_backend.service.driver import Driver
 from gyre_backend.service.fleet import Fleet
@@ -94,9 +96,17 @@ def build(config: BackendConfig, run_dir: Path) -> Service:
         ingest=ingest,
         orders=OrderBook(ledger, config.train),
         routing=make_routing(config.router),
-        metrics=Metrics(run_dir),
+        metrics=Metrics(run_dir, _monitors(config, run_dir)),
         current=current,
         model=model,
+    )
+
+
+def _monitors(config: BackendConfig, run_dir: Path) -> FanOut:
+    table = config.monitors
+    settings = config.model_dump(mode="json")
+    return make_monitors(
+        table.use, run_dir, project=table.project, name=table.name, config=settings, options=table.options
     )
 
 
@@ -200,9 +210,7 @@ async def serve(config: BackendConfig, run_dir: Path, token: str, host: str, por
     listener = _listen(host, port)
     app = ServiceApp(service.current, service.ingest, service.routing, token)
     app.url = f"http://{host}:{listener.getsockname()[1]}"
-    server = uvicorn.Server(
-        uvicorn.Config(app.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1, ws="none")
-    )
+    server = uvicorn.Server(server_config(app.app(), timeout_graceful_shutdown=1))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     training = asyncio.create_task(train(service))
     serving = asyncio.create_task(_serve(server, listener))
@@ -225,6 +233,7 @@ async def serve(config: BackendConfig, run_dir: Path, token: str, host: str, por
         await asyncio.gather(serving, return_exceptions=True)
         await service.routing.aclose()
         service.ledger.close()
+        await anyio.to_thread.run_sync(service.metrics.close)
 
 
 async def _announce(service: Service, training: asyncio.Task[str], url: str) -> None:

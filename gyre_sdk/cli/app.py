@@ -20,6 +20,8 @@ _COMMANDS = {
     "train": ("gyre_sdk.cli.train:train", "Train a model on tasks, as a TOML file says."),
     "graph": ("gyre_sdk.cli.graph:graph", "Print an execution's branch graph in the terminal."),
     "view": ("gyre_sdk.cli.view:view", "Show a run in the browser: executions, branch graphs, tokens; live."),
+    "top": ("gyre_sdk.cli.top:top", "Watch a run in the terminal: executions, cells, step, reward, tokens per second."),
+    "plot": ("gyre_sdk.cli.plot:plot", "Curves and the timeline of runs, as PNG or SVG."),
     "tasks": ("gyre_sdk.cli.tasks:tasks", "List and check task folders."),
     "runs": ("gyre_sdk.cli.runs:app", "List, measure and remove recorded runs."),
     "wal": ("gyre_sdk.cli.wal:app", "Verify, repair or print a write-ahead log."),
