@@ -24,6 +24,8 @@ from typing import Any
 import httpx
 import uvicorn
 
+from gyre_backend.corked import server_config
+
 WARM_UP = 20
 
 
@@ -84,7 +86,7 @@ def child(kind: str, engine: str) -> None:
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    server = uvicorn.Server(uvicorn.Config(fake_engine() if kind == "engine" else routed(engine), log_level="warning"))
+    server = uvicorn.Server(server_config(fake_engine() if kind == "engine" else routed(engine), lifespan="auto"))
 
     def watch() -> None:
         sys.stdin.read()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from gyre_backend.corked import server_config
 from gyre_sdk.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +64,7 @@ def serve_until_parent_ends(app: Any, host: str, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from error
     url = f"http://{host}:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    config = server_config(app, timeout_graceful_shutdown=5)
     server = Announcing(config, url)
     die_with_parent(lambda: setattr(server, "should_exit", True))
     server.run(sockets=[listener])

@@ -23,6 +23,7 @@ from gyre_backend.cells.engine_side import make_engine_side
 from gyre_backend.cells.replica import Replica
 from gyre_backend.cells.spec import CellReady, CellSpec
 from gyre_backend.config import BackendConfig, parse_config
+from gyre_backend.corked import server_config
 from gyre_backend.processes import die_with_parent
 from gyre_backend.trainers.base import Trainer, TrainerConfig, create
 from gyre_backend.weights import make_transport
@@ -77,9 +78,7 @@ async def serve(spec: CellSpec) -> None:
     listener.bind((host, 0))
     url = f"http://{host}:{listener.getsockname()[1]}"
     control = CellControl(replica, engine, spec.token)
-    server = uvicorn.Server(
-        uvicorn.Config(control.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=2, ws="none")
-    )
+    server = uvicorn.Server(server_config(control.app(), timeout_graceful_shutdown=2))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     ready = CellReady(
         ready=True,

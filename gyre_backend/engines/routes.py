@@ -24,6 +24,7 @@ from gyre_sdk.errors import EngineError, GyreError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+_DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 _generate_body = msgspec.json.Decoder(GenerateBody).decode
 
@@ -139,14 +140,14 @@ class EngineRoutes:
                     update = updates.get_nowait()
                 if update.finish is not None and update.finish["type"] == "error":
                     error = {"error": {"message": update.finish["message"], "code": 500}}
-                    yield b"data: " + encode(error) + b"\n\n"
+                    yield b"data: " + encode(error) + b"\n\n" + _DONE
                     break
                 start = sent if self._engine.incremental_streaming else 0
-                yield b"data: " + encode(self._reply(call, body, start, update, began)) + b"\n\n"
+                line = b"data: " + encode(self._reply(call, body, start, update, began)) + b"\n\n"
                 sent = update.count
+                yield line if update.finish is None else line + _DONE
                 if update.finish is not None:
                     break
-            yield b"data: [DONE]\n\n"
         finally:
             core.ask(lambda: core.abort(call.rid))
 

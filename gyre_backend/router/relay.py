@@ -7,12 +7,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 
 from gyre_backend.router.placement import EngineState
 from gyre_backend.router.reply import Event, Joined, decode_event
-from gyre_sdk.errors import EngineError
+from gyre_sdk.errors import EngineError, EngineGoneError
 
 if TYPE_CHECKING:
     from gyre_backend.router.router import Router
@@ -179,22 +178,21 @@ class Relay:
             "sampling_params": params,
             "stream": True,
         }
-        http, headers = self._router.http, {"content-type": "application/json"}
         finish: dict[str, Any] | None = None
         try:
-            async with http.stream("POST", f"{engine.url}/generate", content=_encode(body), headers=headers) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
+            async with self._router.upstream.post(f"{engine.url}/generate", _encode(body)) as (status, lines):
+                if status != 200:
+                    text = b"\n".join([line async for line in lines]).decode(errors="replace")
                     # A busy engine is the router's problem: it counts as trouble of the engine's.
-                    status = 503 if answer.status_code in (408, 429) else answer.status_code
-                    raise Refused(status, _message(text) or f"{engine.name} answered {answer.status_code}")
+                    status = 503 if status in (408, 429) else status
+                    raise Refused(status, _message(text) or f"{engine.name} answered {status}")
                 # To the very end, past the finish: only a connection that was read out is used again.
-                async for line in answer.aiter_lines():
-                    if finish is None and line.startswith("data:") and not line.startswith("data: [DONE]"):
+                async for line in lines:
+                    if finish is None and line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
                         finish = self._take(decode_event(line[5:]), engine)
             if finish is not None:
                 return finish
-        except (httpx.TransportError, msgspec.MsgspecError) as error:
+        except (EngineGoneError, msgspec.MsgspecError) as error:
             if finish is not None:
                 return finish
             raise Refused(503, f"{engine.name}: {type(error).__name__} {error}".rstrip()) from error

@@ -16,6 +16,7 @@ import httpx
 from gyre_backend.router.migrate import KVMigrator, make_migrator
 from gyre_backend.router.placement import EngineState, Placement
 from gyre_backend.router.relay import Refused, Relay
+from gyre_backend.router.upstream import Upstream
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -54,6 +55,7 @@ class Router:
         self.http = http or httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None), trust_env=False
         )
+        self.upstream = Upstream()
         self.migrator: KVMigrator = make_migrator(self.config.migrator, self.http)
         self.relays: dict[str, Relay] = {}
         self.info: dict[str, Any] = {}
@@ -155,6 +157,7 @@ class Router:
             probe.cancel()
         for name in list(self._placement.engines):
             self._forget(name)
+        await self.upstream.aclose()
         await self.http.aclose()
 
     # ---- the relays' side ----

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from gyre_backend.router.router import Router
 
+_DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
@@ -134,13 +135,13 @@ class _Stream(StreamingResponse):
 
 async def _lines(relay: Relay, event: dict[str, Any] | EngineError) -> AsyncIterator[bytes]:
     while isinstance(event, dict):
-        yield b"data: " + encode(event) + b"\n\n"
+        line = b"data: " + encode(event) + b"\n\n"
         if event["meta_info"]["finish_reason"] is not None:
-            break
+            yield line + _DONE
+            return
+        yield line
         event = await relay.events.get()
-    else:
-        yield b"data: " + encode({"error": {"message": str(event), "code": event.status or 503}}) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    yield b"data: " + encode({"error": {"message": str(event), "code": event.status or 503}}) + b"\n\n" + _DONE
 
 
 async def _next(relay: Relay, gone: asyncio.Task[None]) -> dict[str, Any] | EngineError | None:

@@ -4,6 +4,7 @@ present.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ class Metrics:
         self._steps = run_dir / "metrics.jsonl"
         self._events = run_dir / "events.jsonl"
         self._selection = run_dir / "selection.jsonl"
+        for path in (self._events, self._selection):
+            _cut_torn_end(path)
         self.last: dict[str, Any] = {}
         self.counters: dict[str, float] = {}
 
@@ -48,17 +51,21 @@ class Metrics:
         """Add to a counter."""
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def rewind(self, version: int) -> None:
-        """After a restart: drop the lines of steps that no checkpoint holds."""
-        if not self._steps.is_file():
-            return
-        rows = [json.loads(line) for line in self._steps.read_text().splitlines() if line.strip()]
-        kept = [row for row in rows if row["policy_version"] <= version]
-        if len(kept) != len(rows):
+    def rewind(self, committed: Sequence[Mapping[str, Any]]) -> None:
+        """After a restart: exactly the lines of the steps that the ledger has, in order.
+
+        Lines of steps that no checkpoint holds go, so does one that a kill cut; one that it left unwritten comes from the ledger.
+        """
+        written = {row["policy_version"]: row for row in _read(self._steps)}
+        rows = [written.get(row["policy_version"], dict(row)) for row in committed]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if self._steps.is_file() and self._steps.read_text() == text:
+            pass
+        elif rows or self._steps.is_file():
             temporary = self._steps.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            temporary.write_text(text)
             temporary.replace(self._steps)
-        self.last = kept[-1] if kept else {}
+        self.last = rows[-1] if rows else {}
 
     def prometheus(self, gauges: Mapping[str, float]) -> str:
         """Text format 0.0.4: gauges of the present, the last step's numbers, counters."""
@@ -120,6 +127,23 @@ def _by_cell(step: OpenStep) -> dict[str, int]:
     for cell in step.book.owners().values():
         by_cell[cell] = by_cell.get(cell, 0) + 1
     return by_cell
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: the last one may have been cut."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _cut_torn_end(path: Path) -> None:
+    """What a kill left half written goes, so that the next line stands on its own."""
+    if path.is_file() and path.stat().st_size:
+        with path.open("r+b") as file:
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

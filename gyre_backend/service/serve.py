@@ -128,7 +128,7 @@ async def train(service: Service) -> str:
 
 async def _drive(service: Service, runtime: CellRuntime) -> str:
     version, checkpoint = service.ledger.recover()
-    service.metrics.rewind(version)
+    service.metrics.rewind([row.metrics for row in service.ledger.steps()])
     posts: list[s.Event] = []
     fleet = Fleet(
         service.config,
