@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -61,12 +62,17 @@ def _template(disk_mb: int) -> Path:
     final = images / f"ext4-{disk_mb}-b{_BALLAST_MB}.img"
     if final.exists():
         return final
-    making = images / f".ext4-{disk_mb}-{os.getpid()}.img"
-    with making.open("wb") as file:
-        file.truncate((disk_mb + _BALLAST_MB + max(8, disk_mb // 32)) << 20)
-    options = ["-b", "4096", "-O", "^has_journal", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"]
-    subprocess.run(["mkfs.ext4", "-q", "-F", *options, str(making)], check=True, capture_output=True, timeout=120)
-    making.rename(final)
+    # A name of its own for every maker: two threads of one process may be here at once.
+    handle, name = tempfile.mkstemp(prefix=f".ext4-{disk_mb}-", suffix=".img", dir=images)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.truncate((disk_mb + _BALLAST_MB + max(8, disk_mb // 32)) << 20)
+        options = ["-b", "4096", "-O", "^has_journal", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"]
+        subprocess.run(["mkfs.ext4", "-q", "-F", *options, name], check=True, capture_output=True, timeout=120)
+        Path(name).rename(final)
+    except BaseException:
+        Path(name).unlink()
+        raise
     return final
 
 
