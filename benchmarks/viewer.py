@@ -54,7 +54,8 @@ def served(run: Path) -> Iterator[str]:
         yield child.stdout.readline().split(": ", 1)[1].strip()
     finally:
         child.terminate()
-        child.wait(10)
+        with child:
+            child.wait(10)
 
 
 def until(page: Any, condition: str) -> float:
@@ -68,7 +69,9 @@ def until(page: Any, condition: str) -> float:
 def opened(browser: Any, run: Path, place: str, condition: str) -> float:
     """One cold opening, in a new browser context, of a new server."""
     with served(run) as url:
-        context = browser.new_context(viewport={"width": 1400, "height": 900})
+        context = browser.new_context(
+            viewport={"width": 1400, "height": 900}, bypass_csp=True
+        )  # to wait inside the page
         page = context.new_page()
         page.goto(url + place, wait_until="commit")
         seconds = until(page, condition)
@@ -79,7 +82,7 @@ def opened(browser: Any, run: Path, place: str, condition: str) -> float:
 def interactions(browser: Any, run: Path, repeat: int) -> dict[str, float]:
     """Times on the large execution once it is open."""
     with served(run) as url:
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page = browser.new_page(viewport={"width": 1400, "height": 900}, bypass_csp=True)
         page.goto(f"{url}#/x/{LARGE}")
         until(page, "document.body.dataset.drawn > 0")
         boxes = page.evaluate(

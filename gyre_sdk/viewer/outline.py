@@ -18,7 +18,7 @@ from gyre_sdk.graph.segments import Segment, segments
 from gyre_sdk.graph.views import typed_edges
 from gyre_sdk.viewer.training import Trained
 
-BUDGET = 240
+BUDGET = 160
 """Boxes shown before anything is opened."""
 PARTS = 40
 """Parts that an open run is shown as."""
@@ -32,6 +32,8 @@ class Box:
     nodes: Sequence[Node]
     segment: Segment
     parent: Box | None = None
+    within: str = ""
+    """The opened box that it is a part of, the innermost."""
     folded: int = 0
     """Segments behind it that are not shown."""
     weight: float = 0.0
@@ -102,8 +104,8 @@ class Outline:
         while todo:
             segment, parent = todo.pop()
             last = parent
-            for run in self._parts(segment.nodes):
-                last = self._add(Box(run, segment, last))
+            for run, within in self._parts(segment.nodes, ""):
+                last = self._add(Box(run, segment, last, within))
             assert last is not None
             for child in reversed(segment.children):
                 if id(child) in shown and len(self.boxes) < MAX_BOXES:
@@ -136,15 +138,15 @@ class Outline:
             for node in inner.nodes:
                 self._take(node, box)
 
-    def _parts(self, nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-        if len(nodes) == 1 or box_id(nodes) not in self._opened or len(self.boxes) >= MAX_BOXES:
-            yield nodes
+    def _parts(self, nodes: Sequence[Node], within: str) -> Iterator[tuple[Sequence[Node], str]]:
+        """What a run is shown as, each with the opened run it is a part of."""
+        name = box_id(nodes)
+        if len(nodes) == 1 or name not in self._opened or len(self.boxes) >= MAX_BOXES:
+            yield nodes, within
             return
-        size = 1
-        while len(nodes) > size * PARTS:
-            size *= PARTS
+        size = -(-len(nodes) // PARTS)
         for at in range(0, len(nodes), size):
-            yield from self._parts(nodes[at : at + size])
+            yield from self._parts(nodes[at : at + size], name)
 
     # -- what is said of them
 
@@ -156,6 +158,7 @@ class Outline:
         finish = graph.calls[segment.leaf_call].finish if last and segment.leaf_call >= 0 else ""
         return {
             "id": box.id,
+            "within": box.within,
             "nodes": len(nodes),
             "tokens": sum(map(len, nodes)),
             "sampled": sampled,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.resources
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ class Viewer:
 
     def app(self, *, token: str | None = None, hosts: frozenset[str] | None = LOCAL) -> ASGIApp:
         """The ASGI app. Without `hosts` any Host header is taken: only behind a token."""
+        # What the first page asks for is read while the browser starts.
+        threading.Thread(target=self._read_ahead, daemon=True).start()
         static = Path(str(importlib.resources.files("gyre_sdk.viewer") / "static"))
         inner = Starlette(
             routes=[
@@ -60,6 +64,10 @@ class Viewer:
         )
         self._page = (static / "index.html").read_bytes()
         return Guard(inner, token=token, hosts=hosts)
+
+    def _read_ahead(self) -> None:
+        with contextlib.suppress(OSError):  # the page will say it
+            self.run.update()
 
     # -- pages
 

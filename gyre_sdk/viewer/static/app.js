@@ -115,7 +115,6 @@ function cells(run) {
       el("title", {}, c.roles.map(([start, end, role]) => `${span(start - from)} ${role}${end ? "" : " (now)"}`).join("\n")), c.roles.map(([start, end, role]) => el("path", { class: role, d: bar(start - from, (end ?? run.now) - from) }))))))));
 }
 const key = (...names) => names.flatMap(([name, text]) => [el("span", { class: `key k-${name}` }), text]);
-
 function drawRun() {
   const run = state.run, all = [...state.rows.values()], focused = document.activeElement?.dataset?.id, scroll = $("main").scrollTop;
   place([[run.name]], [["/", "search"], ["j k", "next, previous"], ["Enter", "open"], ["t", "colours"]]);
@@ -131,7 +130,6 @@ function drawRun() {
   if (focused) document.querySelector(`tr[data-id="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   document.body.dataset.listed = all.length;
 }
-
 function merge(page) {
   for (const row of page.executions) state.rows.set(row.id, row);
   state.steps = [...state.steps.slice(0, page.steps_from), ...page.steps];
@@ -155,6 +153,7 @@ function graphStyle() {
     { selector: "node.found", style: { "underlay-color": "#e0415a", "underlay-opacity": 0.4, "underlay-padding": 5 } },
     { selector: "node:selected", style: { "border-width": 3, "border-color": color } },
     { selector: "edge", style: { width: 1.4, "curve-style": "bezier", "target-arrow-shape": "triangle", "arrow-scale": 0.7, "line-color": "data(colour)", "target-arrow-color": "data(colour)", "line-style": "data(line)", label: "data(label)", "font-size": 8, color, "text-wrap": "ellipsis", "text-max-width": 150, "text-background-color": backgroundColor, "text-background-opacity": 0.85, "min-zoomed-font-size": 6 } },
+    { selector: "edge[kind = 'continues'][?plain]", style: { "curve-style": "haystack", "haystack-radius": 0, "target-arrow-shape": "none" } },
   ];
 }
 
@@ -166,7 +165,7 @@ function elements({ nodes, edges }) {
       const colour = ROLES[n.role] || "#8b939c", given = (100 * (n.tokens - n.sampled)) / Math.max(n.tokens, 1), pale = mix(colour, 0.14), full = mix(colour, 0.5);
       return { data: { ...n, colour, fill: `${pale} ${pale} ${full} ${full}`, stops: `0% ${given}% ${given}% 100%`, width: 46 + 11 * Math.log2(1 + n.tokens / 16), title: title(n), label: `${title(n)}\n${short(n.tokens)} tokens${n.finish && n.finish !== "stop" ? `, ${n.finish}` : ""}` } };
     }),
-    ...edges.map((e, i) => { const [line, colour] = EDGES[e.kind]; return { data: { id: `e${i}`, ...e, line, colour, label: e.kind === "continues" ? "" : plain([e.kind, e.reason && `: ${e.reason}`, e.inferred ? " (inferred)" : ""].join("")) } }; }),
+    ...edges.map((e, i) => { const [line, colour] = EDGES[e.kind]; return { data: { id: `e${i}`, ...e, plain: nodes.length > 100, line, colour, label: e.kind === "continues" ? "" : plain([e.kind, e.reason && `: ${e.reason}`, e.inferred ? " (inferred)" : ""].join("")) } }; }),
   ];
 }
 
@@ -175,7 +174,7 @@ const patch = (colour) => el("svg", { width: 10, height: 10 }, el("path", { d: "
 
 function drawGraph(view) {
   const g = state.graph, x = g.summary, taken = x.trained.paths;
-  place([[state.run.name, "#/"], [`${x.id}  ${x.task}`]], [["/", "search"], ["n", "next hit"], ["← → ↑ ↓", "move"], ["Enter", "look at"], ["e", "expand, collapse"], ["a", "all"], ["f", "fit"], ["d", "diff"], ["Esc", "back"]]);
+  place([[state.run.name, "#/"], [`${x.id}  ${x.task}`]], [["/", "search"], ["n", "next hit"], ["← → ↑ ↓", "move"], ["Enter", "look at"], ["e", "expand"], ["c", "collapse"], ["a", "all"], ["f", "fit"], ["d", "diff"], ["Esc", "back"]]);
   const box = el("div", { id: "graph", tabindex: 0, role: "application", "aria-label": "Branch graph; arrow keys move, Enter opens a box" });
   const notes = [x.problem && `The log: ${x.problem}`, x.tokenizer && `${x.tokenizer}.`, ...x.failed.map(([number, error]) => `Call ${number} failed: ${error}`)].filter(Boolean);
   $("main").replaceChildren(
@@ -193,9 +192,13 @@ function drawGraph(view) {
   state.cy.on("tap", "node", (event) => look(event.target.id()));
   state.cy.on("dbltap", "node", (event) => toggle(event.target.id()));
   if (view) state.cy.viewport(view);
-  else { state.cy.fit(undefined, 30); if (state.cy.zoom() < 0.45 || state.cy.zoom() > 1.4) { const z = Math.min(Math.max(state.cy.zoom(), 0.45), 1.4), b = state.cy.elements().boundingBox(); state.cy.viewport({ zoom: z, pan: { x: 30 - b.x1 * z, y: state.cy.height() / 2 - state.cy.getElementById(g.nodes[0].id).position("y") * z } }); } }
+  else {                                                // all of it if it can be read then, else where it begins
+    const at = state.cy.nodes().map((n) => n.position()), [x0, x1, y0, y1] = [Math.min(...at.map((p) => p.x)) - 80, Math.max(...at.map((p) => p.x)) + 80, Math.min(...at.map((p) => p.y)) - 30, Math.max(...at.map((p) => p.y)) + 30];
+    const fits = Math.min(state.cy.width() / (x1 - x0), state.cy.height() / (y1 - y0)), z = Math.min(Math.max(fits, 0.55), 1.4), middle = fits < 0.55 ? at[0].y : (y0 + y1) / 2;
+    state.cy.viewport({ zoom: z, pan: { x: fits < 0.55 ? -x0 * z : (state.cy.width() - (x0 + x1) * z) / 2, y: state.cy.height() / 2 - middle * z } });
+  }
   if (state.box) state.cy.getElementById(state.box.id).select();
-  mark();
+  if (state.path || state.hits.length) mark();
 }
 
 async function loadGraph(id, show = "") {
@@ -203,7 +206,6 @@ async function loadGraph(id, show = "") {
   state.busy = true;
   try { state.graph = await api(`executions/${encodeURIComponent(id)}/graph`, { open: [...state.opened].join(), show }); } finally { state.busy = false; }
 }
-
 async function redraw(show = "") {
   const view = state.cy && { zoom: state.cy.zoom(), pan: { ...state.cy.pan() } }, focused = document.activeElement?.id === "graph";
   await loadGraph(state.graph.summary.id, show);
@@ -211,27 +213,24 @@ async function redraw(show = "") {
   if (focused) $("graph")?.focus();
 }
 
-async function toggle(id) {
-  const at = state.cy.getElementById(id), parts = [...state.opened].filter((o) => o === id || state.graph.nodes.every((n) => n.id !== o));
-  if (at.data("nodes") > 1 || at.data("folded")) state.opened.add(id);
-  else if (parts.length) state.opened.delete(parts.at(-1));         // it is a part: close what was opened last
+async function toggle(id, close = false) {              // open a box, or close the one it is a part of
+  const { nodes, folded, within } = state.cy.getElementById(id).data(), shut = state.opened.has(id) ? id : within;
+  if (!close && (nodes > 1 || (folded && !state.opened.has(id)))) state.opened.add(id); else state.opened.delete(shut);
   await redraw();
-  const now = state.cy.getElementById(id).nonempty() ? id : id.split(":")[0], part = state.cy.nodes().filter((n) => n.id().split(":")[0] === now.split(":")[0]);
-  if (part.nonempty()) { part[0].select(); state.cy.center(part[0]); say(`${state.graph.nodes.length} boxes`); }
+  const start = (close || nodes === 1 ? shut || id : id).split(":")[0], part = state.cy.nodes().filter((n) => n.id().split(":")[0] === start).first();
+  if (part.nonempty()) { state.cy.nodes().unselect(); part.select(); state.cy.center(part); }
+  say(`${state.graph.nodes.length} boxes`);
 }
-
 async function toggleAll() {
   const closed = state.graph.nodes.filter((n) => n.nodes > 1 || n.folded).map((n) => n.id);
   if (state.opened.size) state.opened.clear(); else closed.slice(0, 60).forEach((id) => state.opened.add(id));
   await redraw();
 }
-
 function mark() {
   const trunk = new Set();
   for (let at = state.path && state.graph.summary.trained.paths.find((p) => p.leaf === state.path)?.box; at; at = state.graph.edges.find((e) => e.target === at && e.kind === "continues")?.source) trunk.add(at);
   state.cy?.batch(() => state.cy.nodes().forEach((n) => { n.toggleClass("path", trunk.has(n.id())); n.toggleClass("found", state.hits.includes(n.id())); }));
 }
-
 function showPath(p) {
   state.path = state.path === p.leaf ? "" : p.leaf;
   for (const [i, button] of [...$("taken").querySelectorAll("button")].entries()) button.setAttribute("aria-pressed", state.graph.summary.trained.paths[i].leaf === state.path);
@@ -290,7 +289,7 @@ async function showBox(id) {
     facts({ tokens: `${b.count} at ${b.position}`, sampled: b.sampled, nodes: b.nodes, calls: b.calls.length > 8 ? `${b.calls[0]} to ${b.calls.at(-1)}` : b.calls.join(", "), versions: [...new Set(b.versions)].join(" to "), finish: b.finish, "mean logprob": b.mean_logprob === null ? "" : fixed(b.mean_logprob), "loss weight": b.weight ? fixed(b.weight, 6) : "not trained", advantage: b.weight ? fixed(b.advantage) : "", engine: b.engine, delivery: b.orphan ? "orphan: never delivered, never trained" : "" }),
     ...[...into, ...inside].map((text) => el("p", { class: "note" }, text)),
     el("div", { class: "tabs", role: "tablist" }, Object.keys(TABS).map((name, i) => (name === "diff" && !b.sibling ? null : el("button", { role: "tab", "data-tab": name, title: `${i + 1}`, onclick: () => attempt(() => showTab(name)) }, name === "diff" ? `diff: ${b.sibling.kind}${b.sibling.kind === "sibling" ? "" : ` call ${b.sibling.call}`}` : name))),
-      el("button", { onclick: () => $("detail").classList.toggle("ids"), title: "token ids (i)" }, "ids"), el("button", { onclick: () => attempt(() => toggle(id)), title: "expand or collapse (e)" }, "expand / collapse")),
+      el("button", { onclick: () => $("detail").classList.toggle("ids"), title: "token ids (i)" }, "ids"), el("button", { onclick: () => attempt(() => toggle(id)), title: "e" }, "expand"), el("button", { onclick: () => attempt(() => toggle(id, true)), title: "c" }, "collapse")),
     el("div", { id: "panel" }));
   $("detail").hidden = false;
   state.cy?.resize();
@@ -310,11 +309,14 @@ async function attempt(work) {
 async function route() {
   const [, , id, , box] = location.hash.split("/").map(decodeURIComponent);
   await attempt(async () => {
-    if (!state.run) merge(await api("run"));
+    const first = state.run ? null : api("run");
     document.body.dataset.level = box ? "box" : id ? "execution" : "run";
     if (!box) { $("detail").hidden = true; state.box = null; document.body.dataset.box = ""; state.cy?.resize(); }
+    const fresh = id && state.graph?.summary.id !== id;
+    if (fresh) { $("search").value = ""; $("found").textContent = ""; Object.assign(state, { opened: new Set(), hits: [], path: "", graph: null }); await loadGraph(id, box); }
+    if (first) merge(await first);
     if (!id) { const last = state.graph?.summary.id; state.cy?.destroy(); Object.assign(state, { graph: null, cy: null, hits: [], path: "", filter: "" }); $("search").value = ""; document.body.dataset.drawn = ""; drawRun(); if (last) document.querySelector(`tr[data-id="${CSS.escape(last)}"]`)?.focus(); return; }
-    if (state.graph?.summary.id !== id) { $("search").value = ""; $("found").textContent = ""; Object.assign(state, { opened: new Set(), hits: [], path: "", graph: null }); await loadGraph(id, box); drawGraph(); if (!box) $("graph")?.focus(); }
+    if (fresh) { drawGraph(); if (!box) $("graph")?.focus(); }
     if (box) await showBox(box);
   });
 }
@@ -331,12 +333,10 @@ function move(way) {                                    // along the graph: to w
   say(`${target.data("title")}, ${target.data("role")}, ${target.data("tokens")} tokens`);
   if (state.box) look(target.id());
 }
-
 function moveRow(way) {
   const rows = [...document.querySelectorAll("#executions tbody tr")], at = rows.indexOf(document.activeElement);
   rows[Math.min(Math.max(at + way, 0), rows.length - 1)]?.focus();
 }
-
 async function search(text) {
   state.filter = text.toLowerCase();
   if (!state.graph) { drawRun(); return; }
@@ -347,7 +347,6 @@ async function search(text) {
   mark();
   if (found.boxes.length) nextHit(1);
 }
-
 function nextHit(way) {
   state.hit = (state.hit + way + state.hits.length) % state.hits.length;
   const target = state.cy.getElementById(state.hits[state.hit]);
@@ -374,7 +373,7 @@ document.addEventListener("keydown", (event) => {
   const picked = () => state.box?.id ?? state.cy?.nodes(":selected").first().id(), inGraph = event.target.id === "graph" || event.target === document.body || event.target === $("main") || event.target === $("detail");
   const keys = { "/": () => $("search").focus(), t: nextTheme };
   if (!state.graph) Object.assign(keys, { j: () => moveRow(1), k: () => moveRow(-1) });
-  else Object.assign(keys, { j: () => move("next"), k: () => move("previous"), l: () => move("right"), h: () => move("left"), n: () => state.hits.length && nextHit(1), N: () => state.hits.length && nextHit(-1), f: () => state.cy?.fit(undefined, 30), a: () => attempt(toggleAll), e: () => picked() && attempt(() => toggle(picked())), i: () => $("detail").classList.toggle("ids"),
+  else Object.assign(keys, { j: () => move("next"), k: () => move("previous"), l: () => move("right"), h: () => move("left"), n: () => state.hits.length && nextHit(1), N: () => state.hits.length && nextHit(-1), f: () => state.cy?.fit(undefined, 30), a: () => attempt(toggleAll), e: () => picked() && attempt(() => toggle(picked())), c: () => picked() && attempt(() => toggle(picked(), true)), i: () => $("detail").classList.toggle("ids"),
     d: () => state.box && attempt(() => showTab("diff")), Escape: () => { const shut = state.box; location.hash = shut ? `#/x/${state.graph.summary.id}` : "#/"; if (shut) $("graph")?.focus(); } },
     state.box ? Object.fromEntries(Object.keys(TABS).map((name, i) => [i + 1, () => attempt(() => showTab(name))])) : {},
     inGraph ? { ArrowRight: () => move("right"), ArrowLeft: () => move("left"), ArrowDown: () => move("down"), ArrowUp: () => move("up"), Enter: () => picked() && look(picked()) } : {});
