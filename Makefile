@@ -13,7 +13,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-faults test-chaos test-harness test-ray
+.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-faults test-chaos test-harness test-ray test-viewer screenshots
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -74,6 +74,16 @@ test-chaos: setup ## kills and stalls of every process during training
 test-harness: setup $(MINI)/.done ## real harness CLIs from npm and PyPI, each through every fault, in loopback-only sandboxes (Node 20, root)
 	$(BIN)/python scripts/install-harnesses.py
 	$(BIN)/python -m pytest -v -m harness -o console_output_style=count tests/harness
+
+test-viewer: setup ## the viewer in headless Chromium, and screenshots for the documentation
+	@scripts/chromium.sh
+	@$(call PIP,$(VENV)) -c constraints.txt -e '.[viewer-tests]'
+	$(BIN)/python -m pytest -q -m viewer tests/viewer
+
+screenshots: setup ## the pictures of docs/viewer.md, made anew
+	@scripts/chromium.sh
+	@$(call PIP,$(VENV)) -c constraints.txt -e '.[viewer-tests]'
+	$(BIN)/python scripts/screenshots.py docs/img
 
 test-ray: setup ## cells on a two-node Ray cluster on this machine
 	@$(call PIP,$(VENV)) -c constraints.txt -e '.[ray]'
