@@ -46,6 +46,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest silence on a stream while the engine works."""
     max_body_bytes: int = 64 * 2**20
     """Larger request bodies are refused with 413."""
+    requests_per_s: float = 200.0
+    """Requests of one execution (and all those without a valid key together) in the long run; more get 429."""
+    request_burst: int = 1000
+    """Requests beyond that which are let through at once."""
     max_live_calls: int = 64
     """Calls of one execution at the same time; more are refused with 429."""
     replay: bool = True
@@ -54,10 +58,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a call goes on after its client vanished, so that a retry finds its reply; 0 aborts it at once."""
     partial_every_s: float | None = 5.0
     """A reply in the making is put on record so often, so that a crash costs no more than this; None never."""
-    resume_attempts: int = 2
-    """How often a call whose engine failed in mid-reply is continued from its partial tokens."""
+    resume_attempts: int = 8
+    """How often a call whose engine failed in mid-reply is continued from its partial tokens; 8 take about 14 s."""
     retry_after_s: float = 1.0
     """`retry-after` of a 429 or 503 when the engine names none."""
+    metrics_token: str = ""
+    """Bearer token of `GET /metrics` (Prometheus); empty: there is no such page."""
     cache_salt: str | None = None
     """Passed to the engine with every call."""
 

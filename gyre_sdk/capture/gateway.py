@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from gyre_sdk.capture.config import ExecutionSpec, GatewayConfig
 from gyre_sdk.capture.dialects.base import Dialect, Incoming, Problem, problem_of
@@ -25,13 +27,23 @@ from gyre_sdk.capture.dialects.chat import ChatDialect
 from gyre_sdk.capture.dialects.gemini import GeminiDialect
 from gyre_sdk.capture.dialects.messages import MessagesDialect
 from gyre_sdk.capture.dialects.responses import ResponsesDialect
+from gyre_sdk.capture.gateway_metrics import GatewayMetrics
 from gyre_sdk.capture.model import ChatRenderer
+from gyre_sdk.capture.rates import Bucket
 from gyre_sdk.capture.recorder import Recorder
 from gyre_sdk.capture.recovery import Recovery
 from gyre_sdk.capture.respond import Client, StreamBrokenError, answer, send_problem
-from gyre_sdk.capture.serving import serve_app
+from gyre_sdk.capture.serving import Tls, serve_app
 from gyre_sdk.capture.wal import Flusher, Wal, read_records
-from gyre_sdk.errors import ConfigError, GyreError, RequestError, SealedError, UnauthorizedError
+from gyre_sdk.errors import (
+    ConfigError,
+    CorruptRecordError,
+    GraphError,
+    GyreError,
+    RequestError,
+    SealedError,
+    UnauthorizedError,
+)
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.sampling import ModelInfo, TokenClient
 from gyre_sdk.wire.records import Opened, Outcome, Record, Sealed
@@ -103,19 +115,32 @@ class Gateway:
         self._recorders: dict[str, Recorder] = {}
         self._tokens: dict[str, bytes] = {}
         self._ended: dict[bytes, str] = {}
+        self._buckets: dict[str, Bucket] = {}
         self._outcomes: dict[str, Outcome] = {}
+        self._metrics = GatewayMetrics()
+        self.damaged: dict[str, str] = {}
+        """Executions whose log `recover` could not go on with, and why."""
 
     # -- executions --------------------------------------------------------------------------------------------
 
-    async def open(self, spec: ExecutionSpec) -> ExecutionHandle:
-        """Begin an execution. Raises ConfigError for a bad or used id, StorageError, EngineError."""
+    async def open(self, spec: ExecutionSpec, token: str = "") -> ExecutionHandle:
+        """Begin an execution. Raises ConfigError for a bad or used id, StorageError, EngineError.
+
+        token: its API key, at least 16 characters; a random one when empty. Who asks again with the same id and token
+        (because the answer was lost) gets the same execution.
+        """
         execution = spec.execution or secrets.token_hex(6)
         if not _EXECUTION.fullmatch(execution):
             raise ConfigError(f"execution id {execution!r}: expected 12 lower-case hex digits")
+        if token and len(token) < 16:
+            raise ConfigError("an execution's token has at least 16 characters")
+        known = self._recorders.get(execution)
+        if known is not None and token and hmac.compare_digest(self._tokens[execution], _token_key(token)):
+            return ExecutionHandle(execution, token, known, self)
         if execution in self._recorders or execution in self._outcomes:
             raise ConfigError(f"execution {execution} was opened already")
         info = await self.model_info()
-        token = secrets.token_urlsafe(32)
+        token = token or secrets.token_urlsafe(32)
         wal = Wal.create(self.wal_path(execution), self._flusher)
         graph = BranchGraph()
         recorder = self._recorder(execution, wal, graph, info, spec)
@@ -142,9 +167,10 @@ class Gateway:
 
         To be called before `serving`, so that no harness finds its key unknown; serve on the same port as before.
 
-        Their harnesses keep their tokens; a retry of a call that was running is sampled anew, and a finished reply that
-        was not delivered whole is given to its retry. Raises CorruptRecordError for a damaged log, ConfigError when
-        another process still writes one.
+        Their harnesses keep their tokens; the retry of a call that was running goes on from the tokens that are on disk,
+        and a finished reply that was not delivered whole is given to its retry. An execution whose log is damaged is
+        refused to its harness and listed in `damaged`; the others go on. Raises ConfigError when another process still
+        writes a log, StorageError.
         """
         info = await self.model_info()
         handles: list[ExecutionHandle] = []
@@ -152,10 +178,23 @@ class Gateway:
             execution = path.parent.name
             if not _EXECUTION.fullmatch(execution) or execution in self._recorders:
                 continue
-            handle = await self._recover(execution, path, info)
+            try:
+                handle = await self._recover(execution, path, info)
+            except (CorruptRecordError, GraphError) as error:
+                log.error("execution %s can't go on: %s", execution, error)
+                self.damaged[execution] = str(error)
+                self._lose(execution, path)
+                continue
             if handle is not None:
                 handles.append(handle)
         return handles
+
+    def _lose(self, execution: str, path: Path) -> None:
+        """Remember whose key it was, so that its harness is told."""
+        with contextlib.suppress(CorruptRecordError, OSError):
+            first = next(read_records(path), None)
+            if isinstance(first, Opened):
+                self._ended[bytes.fromhex(first.meta.get(TOKEN_META, ""))] = execution
 
     async def _recover(self, execution: str, path: Path, info: ModelInfo) -> ExecutionHandle | None:
         records = await asyncio.to_thread(lambda: list(read_records(path)))
@@ -188,6 +227,9 @@ class Gateway:
         """End an execution: late calls are cancelled, the outcome is attached once. Idempotent for an equal outcome."""
         recorder = self._recorders.get(execution)
         if recorder is None:
+            if execution in self.damaged:
+                log.error("execution %s: its outcome %r is not recorded, its log is damaged", execution, outcome.status)
+                return
             if execution not in self._outcomes:
                 raise ConfigError(f"execution {execution} is not open here")
             if self._outcomes[execution] != outcome:
@@ -195,8 +237,10 @@ class Gateway:
             return
         key = self._tokens[execution]
         await recorder.seal(outcome)
+        self._metrics.ended(recorder.counters, outcome)
         self._recorders.pop(execution, None)
         self._tokens.pop(execution, None)
+        self._buckets.pop(execution, None)
         self._by_token.pop(key, None)
         self._outcomes[execution] = outcome
         self._ended[key] = execution
@@ -244,6 +288,7 @@ class Gateway:
             *(Route(path, self._models, methods=["GET"]) for path in ("/models", "/v1/models", "/v1beta/models")),
             Route("/", self._alive, methods=["GET", "HEAD"]),
             Route("/healthz", self._alive, methods=["GET", "HEAD"]),
+            Route("/metrics", self._show_metrics, methods=["GET"]),
         ]
         return Starlette(routes=routes)
 
@@ -254,6 +299,9 @@ class Gateway:
         from starlette.responses import JSONResponse
 
         return JSONResponse({"status": "ok", "executions": len(self._recorders)})
+
+    async def _show_metrics(self, request: Request) -> Any:
+        return self._metrics.answer(request, self.config.metrics_token, self._recorders)
 
     async def _models(self, request: Request) -> Any:
         from starlette.responses import JSONResponse
@@ -274,25 +322,48 @@ class Gateway:
         return self._responses if "client_version" in request.query_params else self._chat
 
     def authenticate(self, headers: Mapping[str, str], query: Mapping[str, str]) -> Recorder:
-        """The execution a request belongs to. Raises UnauthorizedError or SealedError."""
+        """The execution a request belongs to. Raises UnauthorizedError, SealedError or RateLimitedError."""
         token = token_of(headers, query)
         if not token:
+            self._rate("")
             raise UnauthorizedError("no API key: the key is the execution's token", code="invalid_api_key")
         key = _token_key(token)
         entry = self._by_token.get(key)
         if entry is not None and hmac.compare_digest(entry[0], key):
+            self._rate(entry[1].execution)
             return entry[1]
+        self._rate("")
+        lost = self.damaged.get(self._ended.get(key, ""))
+        if lost is not None:
+            raise SealedError(f"this execution's log is damaged, it can't go on: {lost}", code="damaged")
         if key in self._ended:
             raise SealedError(f"execution {self._ended[key]} has ended; nothing more is recorded for it", code="sealed")
         raise UnauthorizedError("this API key names no execution", code="invalid_api_key")
 
-    @asynccontextmanager
-    async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Serve on an address; yields the base URL (without /v1). Only loopback: tokens travel in the clear.
+    def _rate(self, execution: str) -> None:
+        bucket = self._buckets.get(execution)
+        if bucket is None:
+            bucket = self._buckets[execution] = Bucket(self.config.requests_per_s, self.config.request_burst)
+        bucket.take(f"execution {execution}" if execution else "requests without a valid API key")
 
-        Raises ConfigError when the port is taken or the address is no loopback one.
+    @asynccontextmanager
+    async def serving(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        tls: Tls | None = None,
+        listener: socket.socket | None = None,
+        routes: Sequence[BaseRoute] = (),
+    ) -> AsyncIterator[str]:
+        """Serve on an address; yields the base URL (without /v1). Without TLS only on loopback: tokens travel in the clear.
+
+        listener: a listening socket to be used instead of host and port. routes: served beside the gateway's own.
+        Raises ConfigError when the port is taken, the address is no loopback one, or the certificate can't be read.
         """
-        async with serve_app(self.app(), host, port) as url:
+        app = self.app()
+        app.router.routes.extend(routes)
+        async with serve_app(app, host, port, tls=tls, listener=listener) as url:
             self.base_url = url
             try:
                 yield url

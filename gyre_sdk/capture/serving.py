@@ -5,16 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvicorn
 
 from gyre_sdk.errors import ConfigError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """Certificate chain and private key, as PEM files."""
+
+    cert: str
+    key: str
+
+    def check(self) -> None:
+        """Raises ConfigError when the pair can't be used."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"TLS: {self.cert} and {self.key} are no usable certificate and key: {error}") from error
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -29,13 +45,28 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_app(app: ASGIApp, host: str, port: int, *, anywhere: bool = False) -> AsyncIterator[str]:
-    """Serve an app; yields its base URL. Raises ConfigError when the port is taken or the address is no loopback one
-    (unless `anywhere`: for an app that asks for a token and says so).
+async def serve_app(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    anywhere: bool = False,
+    tls: Tls | None = None,
+    listener: socket.socket | None = None,
+) -> AsyncIterator[str]:
+    """Serve an app; yields its base URL. Raises ConfigError when the port is taken, the certificate can't be read, or
+    the address is no loopback one (unless `tls` is given; or `anywhere`: for an app that asks for a token and says so).
+
+    listener: an open listening socket to serve instead of one of our own.
     """
-    if not anywhere and host not in LOOPBACK:
-        raise ConfigError(f"only loopback addresses are served, not {host}: keys travel in the clear")
-    listener = _listen(host, port)
+    if not anywhere and tls is None and host not in LOOPBACK:
+        raise ConfigError(
+            f"only loopback addresses are served without TLS, not {host}: keys would travel in the clear; "
+            "give a certificate and its key"
+        )
+    if tls is not None:
+        tls.check()
+    listener = listener or listen(host, port)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -46,6 +77,8 @@ async def serve_app(app: ASGIApp, host: str, port: int, *, anywhere: bool = Fals
         timeout_graceful_shutdown=1,
         timeout_keep_alive=120,
         h11_max_incomplete_event_size=2**20,
+        ssl_certfile=tls.cert if tls is not None else None,
+        ssl_keyfile=tls.key if tls is not None else None,
     )
     server = _Server(config)
     task = asyncio.create_task(server._serve([listener]))
@@ -56,7 +89,7 @@ async def serve_app(app: ASGIApp, host: str, port: int, *, anywhere: bool = Fals
                 raise ConfigError("the server ended while starting")
             await asyncio.sleep(0.002)
         name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{listener.getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://{name}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         with contextlib.suppress(asyncio.CancelledError):
@@ -64,7 +97,8 @@ async def serve_app(app: ASGIApp, host: str, port: int, *, anywhere: bool = Fals
         listener.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Without the protocol, asyncio leaves Nagle's algorithm on: 40 ms a reply.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -1,37 +1,21 @@
-"""The gateway of a run, with its stream to a backend if there is one."""
+"""The gateway of a run: a process of its own, with its stream to a backend if there is one."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
+import anyio
 
 from gyre_sdk.capture.config import GatewayConfig, PinnedSampling
-from gyre_sdk.capture.gateway import Gateway
-from gyre_sdk.capture.renderer import load_renderer
 from gyre_sdk.harness.config import SamplingConfig
-from gyre_sdk.sampling import SGLangClient
-from gyre_sdk.stream import FrameSender
-
-if TYPE_CHECKING:
-    from gyre_sdk.capture.wal import Wal
+from gyre_sdk.serving import GatewayProcess, GatewaySettings
 
 DRAIN_S = 30.0
 """How long a run's end waits for the backend to take the last records; they stay on disk in any case."""
-
-
-class _Streamed:
-    """Every log that the gateway opens is followed by the sender, as far as it is on disk."""
-
-    def __init__(self, sender: FrameSender) -> None:
-        self._sender = sender
-
-    def opened(self, execution: str, wal: Wal) -> None:
-        self._sender.opened(execution, wal.path)
-        wal.listen(lambda seq, offset: self._sender.advanced(execution, seq, offset))
-        self._sender.advanced(execution, wal.durable_seq, wal.durable_offset)
 
 
 @asynccontextmanager
@@ -42,26 +26,49 @@ async def open_gateway(
     sampling: SamplingConfig,
     *,
     backend: tuple[str, str] | None = None,
-) -> AsyncIterator[tuple[Gateway, int]]:
-    """A serving gateway and its port. `backend` = (url, admin token): frames are streamed there until all are acknowledged.
+) -> AsyncIterator[tuple[GatewayProcess, int]]:
+    """A serving gateway and its port; should its process die, another goes on with every execution, on the same port.
+
+    backend: (url, admin token); records are streamed there until all are acknowledged. Executions that an earlier run
+    in the folder left open are sealed as cancelled: their harnesses ended with it.
 
     Raises ConfigError, EngineGoneError when the engine can't be reached.
     """
     config = GatewayConfig(
         sampling=PinnedSampling(
             temperature=sampling.temperature, top_p=sampling.top_p, max_new_tokens=sampling.max_new_tokens
-        )
+        ),
+        metrics_token=os.environ.get("GYRE_METRICS_TOKEN", ""),
     )
-    async with AsyncExitStack() as stack:
-        client = SGLangClient(engine_url, token=backend[1] if backend else None)
-        stack.push_async_callback(client.aclose)
-        sender = FrameSender(*backend) if backend is not None else None
-        if sender is not None:
-            await stack.enter_async_context(sender)
-        sink = _Streamed(sender) if sender is not None else None
-        gateway = Gateway(client, load_renderer(model_dir), run_dir, config, sink)
-        await gateway.model_info()
-        url = await stack.enter_async_context(gateway.serving())
-        yield gateway, urlsplit(url).port or 80
-        if sender is not None:
-            await sender.drain(DRAIN_S)
+    settings = GatewaySettings(
+        run_dir=str(run_dir),
+        model_dir=str(model_dir),
+        engine_url=engine_url,
+        engine_token=backend[1] if backend else None,
+        config=config,
+        backend=backend,
+        unsealed="cancel",
+    )
+    async with watched(GatewayProcess(settings)) as gateway:
+        yield gateway, gateway.port
+        if backend is not None:
+            await gateway.drain(DRAIN_S)
+
+
+@asynccontextmanager
+async def watched(gateway: GatewayProcess) -> AsyncIterator[GatewayProcess]:
+    """Enter a gateway process; the block is cancelled, and the reason raised, when it can't be kept alive."""
+    async with gateway:
+        with anyio.CancelScope() as scope:
+
+            async def give_up() -> None:
+                await gateway.failed()
+                scope.cancel()
+
+            watch = asyncio.create_task(give_up())
+            try:
+                yield gateway
+            finally:
+                watch.cancel()
+        if scope.cancelled_caught and gateway.failure is not None:
+            raise gateway.failure

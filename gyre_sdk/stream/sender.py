@@ -88,7 +88,8 @@ class _Tail:
 class FrameSender:
     """Streams logs to `url`/v1/frames. An async context manager; also a `RecordSink` for the gateway.
 
-    `on_error` hears once of every execution whose stream can't go on (the others do).
+    `on_error` hears once of every execution whose stream can't go on (the others do), `on_done` of every sealed one that
+    the backend has all of.
     """
 
     def __init__(
@@ -99,12 +100,14 @@ class FrameSender:
         parallel: int = 4,
         client: httpx.AsyncClient | None = None,
         on_error: Callable[[str, GyreError], None] = lambda execution, error: None,
+        on_done: Callable[[str], None] = lambda execution: None,
     ) -> None:
         self._client = client or httpx.AsyncClient(timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False)
         self._url = f"{url.rstrip('/')}/v1/frames"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
         self._parallel = parallel
         self._on_error = on_error
+        self._on_done = on_done
         self._tails: dict[str, _Tail] = {}
         self._ready: asyncio.Queue[_Tail] = asyncio.Queue()
         self._queued: set[str] = set()
@@ -147,15 +150,17 @@ class FrameSender:
             tail.lingering = True
             asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
 
-    def resume(self, execution: str, log: Path) -> None:
-        """Send a log of an earlier process, as far as the backend lacks it. Raises StorageError when it can't
-        be read.
+    def resume(self, execution: str, log: Path, *, sealed: bool = False) -> None:
+        """Send a log of an earlier process, as far as the backend lacks it; `sealed`: nothing will be added to it.
+
+        Raises StorageError when it can't be read.
         """
         try:
             size = log.stat().st_size
         except OSError as error:
             raise StorageError(f"{log}: {error.strerror}") from error
         self.opened(execution, log)
+        self._tails[execution].sealed = sealed
         self.advanced(execution, 0, size)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -240,6 +245,7 @@ class FrameSender:
                 asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
             elif tail.behind == 0 and tail.sealed:
                 self._tails.pop(tail.execution, None)
+                self._on_done(tail.execution)
             self._tell()
 
     async def _send(self, tail: _Tail) -> None:

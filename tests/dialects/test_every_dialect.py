@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gyre_sdk.capture.config import GatewayConfig
 from gyre_sdk.testing import Fault, Say
 from tests.dialects.speakers import SPEAKERS, Messages, Speaker
 from tests.gateway.conftest import make_rig, read_until_broken
@@ -200,3 +201,33 @@ async def test_count_tokens_is_exact(tmp_path: Path) -> None:
             heard = await client.say()
             assert counted == heard.prompt_tokens
         assert len(rig.graph.calls) == 2
+
+
+@every_dialect
+@streamed_or_not
+async def test_size_and_rate_limits(tmp_path: Path, speaker: type[Speaker], stream: bool) -> None:
+    config = GatewayConfig(max_body_bytes=20_000, requests_per_s=0.5, request_burst=3)
+    types = ERROR_TYPES[speaker.name]
+    async with make_rig(tmp_path, ["ok"], config=config) as rig:
+        large = speaker(rig.http)
+        large.user("x" * 30_000)
+        answer = await rig.http.post(large.url(stream), json=large.body(stream))
+        assert answer.status_code == 413
+        assert error_type(speaker.name, answer.json())
+        assert "20000 bytes" in answer.text
+        client = speaker(rig.http)
+        await client.say("one", stream=stream)
+        await client.say("two", stream=stream)
+        client.user("three")
+        many = await rig.http.post(client.url(stream), json=client.body(stream))
+        assert (many.status_code, error_type(client.name, many.json())) == (429, types[429])
+        assert 1 <= int(many.headers["retry-after"]) <= 3
+        # Who guesses keys is slowed down too, and takes nothing from those who have one.
+        guesses = [await rig.http.post(client.url(stream), json={}, headers=key(guess)) for guess in "abcd"]
+        assert [guess.status_code for guess in guesses] == [401, 401, 401, 429]
+        assert len(rig.graph.calls) == 2
+        await rig.check()
+
+
+def key(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", "x-api-key": token, "x-goog-api-key": token}

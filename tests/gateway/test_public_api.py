@@ -75,7 +75,8 @@ def test_settings() -> None:
     }
     assert fields == {
         "model", "matcher", "sampling", "limits", "keepalive_s", "max_body_bytes", "max_live_calls", "replay",
-        "orphan_grace_s", "resume_attempts", "retry_after_s", "cache_salt",
+        "orphan_grace_s", "partial_every_s", "requests_per_s", "request_burst", "resume_attempts", "retry_after_s",
+        "cache_salt", "metrics_token",
         "temperature", "top_p", "top_k", "max_new_tokens", "seed", "turns", "tokens", "nodes", "bytes",
     }  # fmt: skip
 
