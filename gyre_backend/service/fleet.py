@@ -19,6 +19,9 @@ from gyre_backend.errors import CellError
 
 log = logging.getLogger(__name__)
 
+LAG_S = 2.0
+"""A question that took so much longer than its time-out says that this process was stopped (or its machine asleep)."""
+
 
 @dataclass(slots=True)
 class Cell:
@@ -154,6 +157,7 @@ class Fleet:
             await asyncio.wait({gone, failed}, timeout=table.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() or failed.done():
                 return
+            asked = time.monotonic()
             asking = asyncio.create_task(client.status(table.hang_s))
             await asyncio.wait({gone, failed, asking}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -164,6 +168,8 @@ class Fleet:
                 last_answer = time.monotonic()
             elif not isinstance(error, CellError):
                 raise error
+            elif time.monotonic() - asked > table.hang_s + LAG_S:
+                last_answer = time.monotonic()  # it is we who were stopped: the answer had no chance
             elif time.monotonic() - last_answer >= table.hang_s:
                 self.fail(cell.index, str(error))
 

@@ -1,7 +1,7 @@
-"""Chaos: kills and stalls of every kind of process while it trains. Seeded; afterwards the books must
-balance.
+"""Chaos: kills, stalls and hangs of every kind of process while it trains. Seeded; afterwards the books must balance.
 
-GYRE_CHAOS_EVENTS sets how many (default 100), GYRE_CHAOS_SECONDS the most seconds, GYRE_CHAOS_SEED the seed.
+Processes: the core, satellites, the process that forks them, the service (scheduler, router, ingest). Runs until GYRE_CHAOS_EVENTS
+(default 100) have happened, at most GYRE_CHAOS_SECONDS; GYRE_CHAOS_SEED is the seed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,19 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(900)]
 EVENTS = int(os.environ.get("GYRE_CHAOS_EVENTS", "100"))
 SECONDS = float(os.environ.get("GYRE_CHAOS_SECONDS", "600"))
 SEED = int(os.environ.get("GYRE_CHAOS_SEED", "0"))
-SERVICE_KILLS = 3
+SERVICE_KILLS = 4
+LAST_STEPS = 2
+"""Steps after the last event, undisturbed."""
+
+
+def family(service: Backend) -> tuple[int, list[int]]:
+    """(the process that forks cells or 0, pids of the cells: sessions below it)."""
+    forkers = children_of(service.process.pid)
+    return (forkers[0] if forkers else 0), cells_of(service)
 
 
 def cells_of(service: Backend) -> list[int]:
-    """Pids of the cells: sessions below the process that forks them."""
+    """Pids of the cells: sessions below the process that forks them. The core first: it was forked first."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -52,14 +60,15 @@ def children_of(pid: int) -> list[int]:
 
 
 async def torment(service: Backend, draw: random.Random, wanted: int, deadline: float, log: list[str]) -> None:
-    """Kill or stall one cell after the other."""
+    """Kill, stall or hang one process after the other until `wanted` events are in the log."""
     while len(log) < wanted and time.monotonic() < deadline and service.process.poll() is None:
-        await asyncio.sleep(draw.uniform(0.2, 3.0))
-        pids = cells_of(service)
-        if not pids:
+        await asyncio.sleep(draw.uniform(0.5, 5.0))
+        forker, cells = family(service)
+        target = draw.choices(["cell", "forker", "service"], [12, 1, 2])[0]
+        kind = "stall" if target == "service" else draw.choice(["kill", "kill", "stall", "hang"])
+        pid = {"cell": draw.choice(cells) if cells else 0, "forker": forker, "service": service.process.pid}[target]
+        if not pid:
             continue
-        pid = draw.choice(pids)
-        kind = draw.choice(["kill", "kill", "stall", "hang"])
         with contextlib.suppress(ProcessLookupError):
             if kind == "kill":
                 os.kill(pid, signal.SIGKILL)
@@ -68,16 +77,15 @@ async def torment(service: Backend, draw: random.Random, wanted: int, deadline: 
                 await asyncio.sleep(draw.uniform(0.1, 2.0))
                 os.kill(pid, signal.SIGCONT)
             else:
-                os.kill(pid, signal.SIGSTOP)  # for good: the service has to notice
-            log.append(kind)
+                os.kill(pid, signal.SIGSTOP)  # for good: someone has to notice
+            log.append(f"{target} {kind}")
 
 
 async def test_the_books_balance(write_config: Callable[..., Path], tmp_path: Path) -> None:
     draw, run_dir, log = random.Random(SEED), tmp_path / "run", list[str]()
-    steps = max(4, EVENTS // 4)
-    config = write_config(
-        train={"steps": steps, "groups_per_step": 2},
-        cells={
+    tables: dict[str, dict[str, object]] = {
+        "train": {"steps": 100_000, "groups_per_step": 2},
+        "cells": {
             "count": 3,
             "slots": 8,
             "hang_s": 6.0,
@@ -85,32 +93,47 @@ async def test_the_books_balance(write_config: Callable[..., Path], tmp_path: Pa
             "call_timeout_s": 20.0,
             "max_restarts": 10_000,
         },
-        scheduler={"preset": "gyre", "options": {"max_staleness": 2, "in_flight_extra": 1.0}},
-        weights={"deadline_s": 8.0},
-    )
+        "scheduler": {"preset": "gyre", "options": {"max_staleness": 2, "in_flight_extra": 1.0}},
+        "weights": {"deadline_s": 8.0},
+        "router": {"kv_migration": "embedded"},
+    }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    deadline = time.monotonic() + SECONDS
+    began = time.monotonic()
+    deadline = began + SECONDS
     runner = Runner(f"http://127.0.0.1:{port}", waits=(0.0, 0.3), seed=SEED)
     running = asyncio.create_task(runner.run())
-    kills = 0
-    while not running.done() and time.monotonic() < deadline + 200:
-        with backend(config, run_dir, port=port, timeout_s=300) as service:
-            share = EVENTS * (kills + 1) // (SERVICE_KILLS + 1)
-            tormenting = asyncio.create_task(torment(service, draw, share, deadline, log))
-            await asyncio.wait({tormenting, running}, return_when=asyncio.FIRST_COMPLETED)
-            await tormenting
-            if kills < SERVICE_KILLS and not running.done():
-                service.process.kill()
-                log.append("service killed")
-                kills += 1
-            else:
-                await asyncio.wait({running}, timeout=max(1.0, deadline + 200 - time.monotonic()))
+    for kill in range(SERVICE_KILLS):
+        with backend(write_config(**tables), run_dir, port=port, timeout_s=300) as service:
+            await torment(service, draw, EVENTS * (kill + 1) // SERVICE_KILLS - 1, deadline, log)
+            assert not running.done(), "the run ended early"
+            service.process.kill()
+            log.append("service kill")
+    disturbed = committed(run_dir)
+    tables["train"]["steps"] = disturbed + LAST_STEPS
+    left = []
+    with backend(write_config(**tables), run_dir, port=port, timeout_s=300) as service:
+        forker, cells = family(service)
+        left = [forker, *cells, service.process.pid]
+        await asyncio.wait({running}, timeout=200)
+        assert running.done(), "the run does not end"
     await running
+    counts = {kind: log.count(kind) for kind in sorted(set(log))}
+    report = {"events": len(log), **counts, "steps": disturbed + LAST_STEPS, "seconds": round(time.monotonic() - began)}
+    print(json.dumps(report))
     assert runner.errors == [], "a harness saw an error"
-    check_books(run_dir, runner, steps)
-    print(json.dumps({"events": {kind: log.count(kind) for kind in sorted(set(log))}, "steps": steps}))
+    assert len(log) >= EVENTS, f"only {len(log)} events within {SECONDS:g} s"
+    assert disturbed >= EVENTS // 20, "hardly anything was trained under torment"
+    check_books(run_dir, runner, disturbed + LAST_STEPS)
+    assert [pid for pid in left if Path(f"/proc/{pid}").exists()] == []
+
+
+def committed(run_dir: Path) -> int:
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    steps = len(ledger.steps())
+    ledger.close()
+    return steps
 
 
 def check_books(run_dir: Path, runner: Runner, steps: int) -> None:

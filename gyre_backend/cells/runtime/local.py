@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from gyre_backend.cells.runtime.zygote import Zygote
+from gyre_backend.cells.runtime.zygote import ANSWER_S, Zygote
 from gyre_backend.cells.spec import CellReady, CellSpec
 from gyre_backend.errors import CellError
 
@@ -60,7 +60,8 @@ class _Spawned:
 class LocalCell:
     """One cell process, its session and its log."""
 
-    def __init__(self, process: CellProcess, ready: CellReady, log: Path) -> None:
+    def __init__(self, process: CellProcess, ready: CellReady, log: Path, parent: Zygote | None = None) -> None:
+        self._parent = parent
         self._process = process
         self._ready = ready
         self.log = log
@@ -81,7 +82,7 @@ class LocalCell:
     async def kill(self) -> None:
         """SIGKILL to the cell's whole session (an SGLang server that it launched included)."""
         self._end_session()
-        await self._process.wait()
+        await reaped(self._process, self._parent)
 
     def _end_session(self) -> None:
         """Once: after that the number may belong to someone else."""
@@ -119,13 +120,13 @@ class LocalRuntime:
         except BaseException as error:
             if process is not None:
                 _kill_session(process.pid)
-                await asyncio.shield(process.wait())
+                await asyncio.shield(reaped(process, self._zygote))
             if isinstance(error, TimeoutError):
                 raise CellError(f"cell {spec.name} was not ready after {timeout_s:g} s; its log is {log}") from error
             if isinstance(error, (CellError, OSError)):
                 raise CellError(f"cell {spec.name} did not come up: {last_words(log)}") from error
             raise
-        cell = LocalCell(process, ready, log)
+        cell = LocalCell(process, ready, log, self._zygote)
         self._cells = [c for c in self._cells if c._process.returncode is None] + [cell]
         return cell
 
@@ -157,6 +158,16 @@ class LocalRuntime:
             await self._zygote.aclose()
 
 
+async def reaped(process: CellProcess, parent: Zygote | None) -> None:
+    """Until a killed process is gone. A zygote that does not report it (it is stopped, say) is killed: its cells end with it."""
+    if parent is not None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), ANSWER_S)
+            return
+        parent.kill()
+    await process.wait()
+
+
 async def read_ready(process: CellProcess) -> CellReady:
     """The ready line of a cell's stdout; libraries may print other things before it. Raises CellError at its
     end.
@@ -169,7 +180,8 @@ async def read_ready(process: CellProcess) -> CellReady:
 
 def last_words(log: Path) -> str:
     """The last line that a cell wrote to its log."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{lines[-1].removeprefix('error: ')[:_LAST_WORDS]} (its log is {log})" if lines else f"its log is {log}"
 
 

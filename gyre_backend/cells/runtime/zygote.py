@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import select
@@ -20,8 +21,11 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 0.05
+ANSWER_S = 30.0
+"""A zygote that has not forked, or not reported an end, by then does not answer any more: it is killed, and its cells with it."""
 
 
 def main() -> None:
@@ -65,7 +69,7 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _fork(control: socket.socket, request: dict[str, dict[str, str]], descriptors: list[int]) -> None:
+def _fork(control: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
     pid = os.fork()
     if pid == 0:
         control.close()
@@ -96,7 +100,7 @@ def _fork(control: socket.socket, request: dict[str, dict[str, str]], descriptor
             os._exit(code)
     for descriptor in descriptors:
         os.close(descriptor)
-    control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+    control.sendall(json.dumps({"request": request["request"], "pid": pid}).encode() + b"\n")
 
 
 def _reap(control: socket.socket) -> None:
@@ -141,52 +145,77 @@ class ForkedProcess:
 
 
 class Zygote:
-    """The runtime's side: starts the process at the first use."""
+    """The runtime's side: starts the process at the first use, and again when it is gone."""
+
+    command: tuple[str, ...] = (sys.executable, "-m", "gyre_backend.cells.runtime.zygote")
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._ended: dict[int, asyncio.Future[int]] = {}
-        self._pids: asyncio.Queue[int] = asyncio.Queue()
+        self._requests: dict[int, asyncio.Future[tuple[int, asyncio.Future[int]]]] = {}
+        self._numbers = itertools.count()
         self._lock = asyncio.Lock()
         self._listener: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before the first use."""
+        return None if self._process is None else self._process.pid
+
     async def fork(self, first_line: bytes, env: dict[str, str], log: Path, model_dir: str) -> ForkedProcess:
-        """Fork a cell and hand it its first line of stdin. Raises ConnectionError when the zygote is gone."""
+        """Fork a cell and hand it its first line of stdin. Raises ConnectionError when the zygote is gone, or does not answer.
+
+        Given up half way (a time-out), the cell finds its stdin at an end and goes away by itself.
+        """
         async with self._lock:
             if self._listener is None or self._listener.done():
                 await self._start(model_dir)
-            assert self._control is not None
-            stdin_r, stdin_w = os.pipe()
-            stdout_r, stdout_w = os.pipe()
-            with log.open("ab") as errors:
-                message = json.dumps({"env": env}).encode()
-                socket.send_fds(self._control, [message], [stdin_r, stdout_w, errors.fileno()])
-            os.close(stdin_r)
-            os.close(stdout_w)
-            getter = asyncio.create_task(self._pids.get())
-            await asyncio.wait({getter, self._listener}, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-            if not getter.done():
-                getter.cancel()
-                raise ConnectionError("the process that forks cells has ended")
-            pid = getter.result()
-            ended = self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
-        os.write(stdin_w, first_line)
-        reader = asyncio.StreamReader(limit=1 << 20)
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout_r, "rb", buffering=0)
-        )
+        stdin_r, stdin_w = os.pipe()
+        stdout_r, stdout_w = os.pipe()
+        try:
+            try:
+                asked = self._ask(env, log, [stdin_r, stdout_w])
+            finally:
+                os.close(stdin_r)
+                os.close(stdout_w)
+            pid, ended = await self._answer(asked)
+            os.write(stdin_w, first_line)
+            reader = asyncio.StreamReader(limit=1 << 20)
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout_r, "rb", buffering=0, closefd=True)
+            )
+        except BaseException:
+            os.close(stdin_w)
+            with contextlib.suppress(OSError):
+                os.close(stdout_r)
+            raise
         return ForkedProcess(pid, stdin_w, reader, ended)
 
+    def _ask(self, env: dict[str, str], log: Path, pipes: list[int]) -> asyncio.Future[tuple[int, asyncio.Future[int]]]:
+        assert self._control is not None
+        number = next(self._numbers)
+        with log.open("ab") as errors:
+            message = json.dumps({"request": number, "env": env}).encode()
+            socket.send_fds(self._control, [message], [*pipes, errors.fileno()])
+        asked = self._requests[number] = asyncio.get_running_loop().create_future()
+        return asked
+
+    async def _answer(self, asked: asyncio.Future[tuple[int, asyncio.Future[int]]]) -> tuple[int, asyncio.Future[int]]:
+        try:
+            return await asyncio.wait_for(asked, ANSWER_S)
+        except TimeoutError:
+            self.kill()
+            raise ConnectionError("the process that forks cells does not answer") from None
+
     async def _start(self, model_dir: str) -> None:
+        self._hang_up()
         ours, theirs = socket.socketpair()
         with self._log.open("ab") as errors:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "gyre_backend.cells.runtime.zygote",
+                *self.command,
                 model_dir,
                 stdin=theirs.fileno(),
                 stderr=errors,
@@ -199,37 +228,64 @@ class Zygote:
             reader, self._writer = await asyncio.open_unix_connection(sock=ours.dup())
             line = await reader.readline()
         except BaseException:
-            self._process.kill()
+            self.kill()
             raise
         if not line:
             raise ConnectionError(f"the process that forks cells did not come up; its log is {self._log}")
         self._listener = asyncio.create_task(self._listen(reader))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            message = json.loads(line)
-            if "pid" in message:
-                self._pids.put_nowait(message["pid"])
-            else:
-                future = self._ended.pop(message["ended"], None) or asyncio.get_running_loop().create_future()
+        """Until the zygote is gone: then every cell of it is, too, and nobody waits for an answer any more."""
+        loop = asyncio.get_running_loop()
+        ended: dict[int, asyncio.Future[int]] = {}
+        self._ended = ended
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    self._heard(json.loads(line), ended, loop)
+        finally:
+            for future in ended.values():
                 if not future.done():
-                    future.set_result(message["status"])
-        for future in self._ended.values():
-            if not future.done():
-                future.set_result(-signal.SIGKILL)  # they die with the zygote
-        self._ended.clear()
+                    future.set_result(-signal.SIGKILL)
+            asked, self._requests = self._requests, {}
+            for waiting in asked.values():
+                if not waiting.done():
+                    waiting.set_exception(ConnectionError("the process that forks cells has ended"))
 
-    async def aclose(self) -> None:
-        """End the zygote; cells that are left end with it."""
+    def _heard(
+        self, message: dict[str, int], ended: dict[int, asyncio.Future[int]], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        if "pid" in message:
+            # Known before anyone asks: a cell may end before the one who wanted it has looked.
+            future = ended[message["pid"]] = loop.create_future()
+            asked = self._requests.pop(message["request"], None)
+            if asked is not None and not asked.done():
+                asked.set_result((message["pid"], future))
+        else:
+            over = ended.pop(message["ended"], None)
+            if over is not None and not over.done():
+                over.set_result(message["status"])
+
+    def kill(self) -> None:
+        """End the process, and with it every cell that it has forked. The next fork starts another."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def _hang_up(self) -> None:
         if self._listener is not None:
             self._listener.cancel()
         if self._writer is not None:
             self._writer.close()
         if self._control is not None:
             self._control.close()
+        self._listener = self._writer = self._control = None
+
+    async def aclose(self) -> None:
+        """End the zygote; cells that are left end with it."""
+        self._hang_up()
+        self.kill()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
             await self._process.wait()
 
 

@@ -57,7 +57,7 @@ class Plan:
         self.seen.append(who)
         self.prompts.append(call.prompt)
         if who == "summary":
-            return Say(self.summary, chunk=16)
+            return Say(f"{self.summary} This is summary number {self.seen.count(who)}.", chunk=16)
         if who == "aux":
             return Say('{"title": "A file", "isNewTopic": true}', chunk=16)
         moves = self.main if who == "main" else self.helper
@@ -137,16 +137,18 @@ async def run(
     context_length: int = 1_000_000,
     prepare: str = "git init -q .",
     config: GatewayConfig | None = None,
+    then: Sequence[HarnessPreset] = (),
 ) -> Run:
-    """Run a preset's CLI once. Raises HarnessError when it did not end by itself."""
+    """Run a preset's CLI once, and `then` others in the same sandbox and execution. Raises HarnessError when one did not
+    end by itself."""
     renderer = load_renderer(tiny_model_dir(folder / "model", template=None, special=SPECIAL, added=ADDED), "qwen3")
     engine = ScriptedEngine(renderer, plan, context_length=context_length)
-    gateway = Gateway(engine, renderer, folder / "run", config)
-    agent = CliAgent(preset, ROOT / preset.install_dir)
+    gateway = Gateway(engine, renderer, folder / "run", config or GatewayConfig(resume_attempts=2))
+    agents = [CliAgent(one, ROOT / one.install_dir) for one in (preset, *then)]
     task = _task(folder, instruction)
     async with gateway.serving() as url:
         handle = await gateway.open(ExecutionSpec(task=task.name, harness=preset.name))
-        sandbox = make_sandbox(task, read_only_mounts=agent.mounts())
+        sandbox = make_sandbox(task, read_only_mounts=agents[0].mounts())
         await sandbox.start()
         try:
             port = await sandbox.expose(int(url.rsplit(":", 1)[1]))
@@ -161,9 +163,12 @@ async def run(
                 log=folder / "harness.log",
                 keep=folder / "kept",
             )
-            code = -1
-            with anyio.move_on_after(deadline_s):
-                code = await agent.run(sandbox, context)
+            code = 0
+            for agent in agents:
+                if code == 0:
+                    code = -1
+                    with anyio.move_on_after(deadline_s):
+                        code = await agent.run(sandbox, context)
             listed = await sandbox.exec("for f in *; do [ -f $f ] && printf '%s\\t%s\\n' $f \"$(head -c 200 $f)\"; done",
                                         cwd=task.workdir, timeout=30)  # fmt: skip
         finally:
