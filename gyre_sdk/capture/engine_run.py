@@ -16,6 +16,11 @@ from gyre_sdk.errors import EngineError, EngineGoneError
 from gyre_sdk.sampling import Chunk, Completion, GenerateRequest, Sampling, TokenClient
 from gyre_sdk.wire.records import Finish, Span
 
+QUICK_ATTEMPTS = 2
+"""Further attempts for a call that has no tokens yet."""
+LONGEST_WAIT_S = 4.0
+"""Between attempts, which start 0.1 s apart and double."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -56,17 +61,22 @@ class EngineRun:
             except EngineGoneError:
                 self._close_spans(call, before)
                 attempts += 1
-                if attempts > self._config.resume_attempts:
+                if attempts > self._allowed(call):
                     raise
-                await anyio.sleep(0.05 * 2**attempts)
+                await anyio.sleep(min(0.05 * 2**attempts, LONGEST_WAIT_S))
                 continue
             if completion.finish in ("abort", "error") and not call.abandoned:
                 attempts += 1
-                if attempts > self._config.resume_attempts:
+                if attempts > self._allowed(call):
                     raise EngineGoneError(f"the engine ended the call before its end ({completion.finish})")
-                await anyio.sleep(0.05 * 2**attempts)
+                await anyio.sleep(min(0.05 * 2**attempts, LONGEST_WAIT_S))
                 continue
             return Finished(completion.finish, completion.cached_tokens, completion.engine)
+
+    def _allowed(self, call: LiveCall) -> int:
+        """Without tokens there is nothing to save: the harness is told soon, and asks again by itself."""
+        allowed = self._config.resume_attempts
+        return allowed if call.sampled.size else min(allowed, QUICK_ATTEMPTS)
 
     def _whole_already(self, call: LiveCall) -> Finish | None:
         """How the partial tokens end, when it is only the engine's last word that was lost."""

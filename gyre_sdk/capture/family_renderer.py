@@ -82,6 +82,11 @@ class FamilyRenderer:
                 # A broken call is shown to the harness as the text it is, so that the model can be told.
                 text += ("\n" if text else "") + call.raw
         reasoning = parsed.reasoning_content or ""
+        if not final:
+            # The whole reply's text comes without white space in front; what was streamed must be how it begins.
+            reasoning, text = reasoning.lstrip(), text.lstrip()
+            if self.family == "llama-3" and text.startswith("{"):
+                text = ""  # a call, as it seems: this family has no mark in front of one
         tokens = round(len(listed) * len(reasoning) / max(1, len(self.decode(listed)))) if reasoning else 0
         return ParsedReply(text=text, reasoning=reasoning, calls=tuple(calls), reasoning_tokens=tokens)
 

@@ -100,10 +100,16 @@ def call_facts(
         rerender_of=rerender_of,
         system="\n".join(part.text for part in new if part.kind == "system")[:65536],
         first_user=users[0] if users else "",
-        last_user=new[-1].text if new and new[-1].kind == "user" else "",
+        last_user=_last_user(new),
         new_users=users,
         new_results=[part.text for part in new if part.kind == "result"],
     )
+
+
+def _last_user(new: Sequence[Part]) -> str:
+    """The last message, if it is a user's; system messages may come behind it (Claude Code's reminders)."""
+    said = [part for part in new if part.kind != "system"]
+    return said[-1].text if said and said[-1].kind == "user" else ""
 
 
 def reply_facts(text: str, arguments: Sequence[str]) -> ReplyFacts:

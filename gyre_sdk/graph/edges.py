@@ -128,6 +128,8 @@ class Lineage:
         self._calls: dict[int, _Known] = {}
         self._threads: list[_Thread] = []
         self._by_agent: dict[str, _Thread] = {}
+        self._summed_up: set[int] = set()
+        """Summaries that a shortened context was made of."""
 
     # -- what the gateway tells ------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class Lineage:
         if guess.role != expected:
             label = Labelled(call=facts.call, at=facts.at, role=guess.role, reason=guess.reason)
         found = Found(guess.role, tuple(guess.links), label)
+        self._summed_up.update(link.source for link in found.links if link.kind == "compacts")
         self._enter(facts, guess.thread, found.role)
         return found
 
@@ -157,6 +160,7 @@ class Lineage:
                 source.thread.returned = True
             elif link.kind == "forks" and guess.thread.parent is None and guess.thread.first == facts.call:
                 guess.thread.parent, guess.thread.asked_by = source.thread, link.source
+        self._summed_up.update(link.source for link in links if link.kind == "compacts")
         guess.thread.role = body_role(role)
         self._enter(facts, guess.thread, role)
 
@@ -215,8 +219,9 @@ class Lineage:
 
     def _retry(self, facts: CallFacts) -> _Guess | None:
         same = self._calls.get(facts.same_prompt)
-        if same is None:
-            return None
+        moved = facts.marks.get("window", "")
+        if same is None or (moved and same.thread.window and moved != same.thread.window):
+            return None  # two compactions may leave the same words
         links = []
         if same.done:
             links.append(self._link(facts, "retries", facts.same_prompt, "same prompt"))
@@ -239,8 +244,9 @@ class Lineage:
         links = []
         if facts.extends < 0:
             # Questions about a summary, from a fresh context: they come from that summary.
+            # A summary that work went on from already is just part of what is summed up next.
             source = self._summary_in(facts, thread)
-            if source is not None:
+            if source is not None and source not in self._summed_up:
                 links.append(self._link(facts, "compacts", source, "summary reappears", inferred=True))
         return _Guess(thread, summary_role(body_role(thread.role)), links, reason)
 

@@ -94,7 +94,8 @@ async def make_rig(
     renderer = make_renderer(folder / "model", family)
     script = replies if callable(replies) else in_turn(replies)
     fake = ScriptedEngine(renderer, script, tools=tools, **engine)
-    gateway = Gateway(fake, renderer, folder / "run", config)
+    # An engine that is gone for good is noticed soon in tests.
+    gateway = Gateway(fake, renderer, folder / "run", config or GatewayConfig(resume_attempts=2))
     async with gateway.serving() as url:
         handle = await gateway.open(spec or ExecutionSpec(task="t"))
         headers = {"authorization": f"Bearer {handle.token}"}

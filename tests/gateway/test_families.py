@@ -7,7 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gyre_sdk.capture.dialects.base import Deltas
 from gyre_sdk.capture.gateway import ExecutionSpec, Gateway
+from gyre_sdk.capture.model import TAIL, Part, Reply, ToolCall, to_ids
 from gyre_sdk.capture.renderer import load_renderer, verify_template
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.testing import Say, ScriptedEngine, in_turn, tiny_model_dir
@@ -17,7 +19,7 @@ from tests.gateway.conftest import BASH, Rig
 pytestmark = pytest.mark.anyio
 
 FAMILIES = {
-    "qwen3": "<|im_start|> <|im_end|> <tool_call> </tool_call> <tool_response> </tool_response> </think>",
+    "qwen3": "<|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response>",
     "qwen3.5": (
         "<|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> "
         "</tool_response> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
@@ -39,7 +41,7 @@ FAMILIES = {
         "<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|im_end|> "
         "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
         "<|tool_call_argument_begin|> <|tool_call_end|> <|media_begin|> <|media_content|> <|media_pad|> "
-        "<|media_end|>"
+        "<|media_end|> <think> </think>"
     ),
     "minimax-m2": "]~!b[ ]~b] [e~[ <think> </think> <minimax:tool_call> </minimax:tool_call>",
     "deepseek-v3": (
@@ -125,3 +127,26 @@ def test_an_unknown_family_is_said_so(tmp_path: Path) -> None:
         load_renderer(folder, "qwen3")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_renderer(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("family", ["template", *FAMILIES])
+@pytest.mark.parametrize("text", ["Look at this:\n  - one\n\n  - two", "", "  an indented start"])
+def test_what_is_streamed_token_by_token_is_the_whole_reply(tmp_path: Path, family: str, text: str) -> None:
+    """The pieces join to the reply's own text, however the tokens are cut; nothing is lost, doubled or left behind."""
+    folder = tiny_model_dir(tmp_path) if family == "template" else family_dir(tmp_path, family)
+    renderer = load_renderer(folder, family)
+    reasoning = "It has to be done.\n\nSo: do it." if family in REASONS else ""
+    for calls in ((), (ToolCall("functions.bash:0", "bash", '{"command": "ls"}'),)):
+        if family == "llama-3" and bool(calls) == bool(text):
+            continue  # says either text or a call
+        said = renderer.reply_ids(Reply(text=text, reasoning=reasoning, calls=calls), [BASH])
+        ids = to_ids(said)
+        tail = to_ids(renderer.render([Part("user", "go")], [BASH]))[-TAIL:]
+        whole = renderer.parse(ids, tail, [BASH])
+        assert whole.reasoning.strip() in ("", reasoning)
+        deltas = Deltas()
+        pieces = [deltas.step(renderer.parse(ids[:end], tail, [BASH], final=False)) for end in range(len(ids) + 1)]
+        pieces.append(deltas.rest(Reply(text=whole.text, reasoning=whole.reasoning, calls=whole.calls)))
+        assert "".join(piece for piece, _ in pieces).lstrip() == whole.reasoning.lstrip()
+        assert "".join(piece for _, piece in pieces).lstrip() == whole.text.lstrip()
+        assert sum(bool(piece) for _, piece in pieces) > 1 or not text

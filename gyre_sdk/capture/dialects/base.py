@@ -174,11 +174,18 @@ class Deltas:
         return self._more(reply.reasoning, reply.text)
 
     def _more(self, reasoning: str, text: str) -> tuple[str, str]:
-        new_reasoning = reasoning[len(self.reasoning) :] if reasoning.startswith(self.reasoning) else ""
-        new_text = text[len(self.text) :] if text.startswith(self.text) else ""
+        new_reasoning, new_text = _behind(self.reasoning, reasoning), _behind(self.text, text)
         self.reasoning += new_reasoning
         self.text += new_text
         return new_reasoning, new_text
+
+
+def _behind(sent: str, whole: str) -> str:
+    """What of `whole` was not sent. Families strip white space in front only once they have seen the end."""
+    if whole.startswith(sent):
+        return whole[len(sent) :]
+    sent, whole = sent.lstrip(), whole.lstrip()
+    return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
 def _stable(text: str) -> str:

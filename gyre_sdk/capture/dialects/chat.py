@@ -239,5 +239,5 @@ class _ChatStream(StreamWriter):
 
     def error(self, problem: Problem) -> bytes:
         # No status comes with an event: the code carries it, as with other providers, for clients that ask again by it.
-        told = problem if problem.code else replace(problem, code=str(problem.status))
+        told = replace(problem, code=str(problem.status)) if problem.status >= 500 else problem
         return sse(ChatDialect().error(told))
