@@ -6,11 +6,14 @@ import asyncio
 import fnmatch
 import hashlib
 import shlex
+import shutil
 import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gyre_sdk.environments import dockerfile
+from gyre_sdk.environments import dockerfile, pythons
 from gyre_sdk.environments.sandbox import disk, journal
 from gyre_sdk.environments.sandbox.base import Limits, Network, Sandbox, SandboxSpec
 from gyre_sdk.environments.sandbox.namespaced import NamespaceSandbox
@@ -18,6 +21,7 @@ from gyre_sdk.environments.task import Environment
 from gyre_sdk.errors import SandboxError, TaskError
 
 _SHOWN = 400
+_PYTHON_S = 300.0
 _APT_AS_ROOT = "printf 'APT::Sandbox::User \"root\";\\n' > /etc/apt/apt.conf.d/99gyre 2>/dev/null || true"
 _build_locks: dict[str, asyncio.Lock] = {}
 
@@ -34,6 +38,8 @@ class Prepared:
     """Image to start, with a container engine."""
     replay: dockerfile.Recipe | None = None
     """To be replayed in every sandbox, where layers can't be kept."""
+    python: Path | None = None
+    """To be installed in every sandbox before that, for the same reason."""
 
 
 async def prepare(environment: Environment, backend: str, rootfs: Path | None) -> Prepared:
@@ -50,11 +56,14 @@ async def prepare(environment: Environment, backend: str, rootfs: Path | None) -
     prepared = Prepared(
         env=tuple(recipe.env.items()), workdir=recipe.workdir if recipe.workdir != "/" else None, user=recipe.user
     )
-    if not _does_anything(recipe):
-        return prepared
+    version = pythons.of_image(recipe.base)
+    python = await asyncio.to_thread(pythons.find, version) if version is not None and backend != "process" else None
     if backend not in ("bwrap", "unshare") or not await asyncio.to_thread(disk.loop_works):
-        return replace(prepared, replay=recipe)
-    return replace(prepared, layers=(await _layer(recipe, environment, backend, rootfs),))
+        return replace(prepared, python=python, replay=recipe if _does_anything(recipe) else None)
+    below = () if python is None else (await _python_layer(python, backend, rootfs),)
+    if _does_anything(recipe):
+        below = (await _layer(recipe, environment, backend, rootfs, below), *below)
+    return replace(prepared, layers=below)
 
 
 async def _prepare_image(environment: Environment, engine: str) -> Prepared:
@@ -93,45 +102,108 @@ def _does_anything(recipe: dockerfile.Recipe) -> bool:
     return any(action.kind != "mkdir" for action in recipe.actions)
 
 
-async def _layer(recipe: dockerfile.Recipe, environment: Environment, backend: str, rootfs: Path | None) -> Path:
-    assert environment.folder is not None
-    key = await asyncio.to_thread(recipe.digest, environment.folder)
+async def _layer(
+    recipe: dockerfile.Recipe, environment: Environment, backend: str, rootfs: Path | None, below: tuple[Path, ...]
+) -> Path:
+    """The image of what a Dockerfile makes, on top of `below`."""
+    context = environment.folder
+    assert context is not None
+    key = await asyncio.to_thread(recipe.digest, context)
+    key += "".join(f"-{layer.stem}" for layer in below)
+    room = max(2048, environment.limits.disk_mb or 0)
+    return await _kept(
+        key,
+        backend,
+        rootfs,
+        below,
+        room,
+        environment.build_timeout_s,
+        lambda box: replay(box, recipe, context),
+        str(context),
+    )
+
+
+async def _python_layer(home: Path, backend: str, rootfs: Path | None) -> Path:
+    """The image of an interpreter in /usr/local, as in the images called `python`."""
+    key = f"python-{hashlib.sha256(str(home).encode()).hexdigest()[:12]}"
+    return await _kept(key, backend, rootfs, (), 2048, _PYTHON_S, lambda box: install_python(box, home), str(home))
+
+
+async def _kept(
+    key: str,
+    backend: str,
+    rootfs: Path | None,
+    below: tuple[Path, ...],
+    room_mb: int,
+    timeout_s: float,
+    fill: Callable[[Sandbox], Awaitable[None]],
+    what: str,
+) -> Path:
+    """The layer called `key`, made once: `fill` changes a sandbox over `below`, and its top layer is kept."""
     layers = journal.home() / "layers"
     layers.mkdir(mode=0o700, exist_ok=True)
     final = layers / f"{key}{'-' + rootfs.name if rootfs else ''}.img"
     async with _build_locks.setdefault(str(final), asyncio.Lock()):
-        if not final.exists():
-            spec = SandboxSpec(
-                name="build",
-                rootfs=rootfs,
-                limits=Limits(memory_mb=None, disk_mb=max(2048, environment.limits.disk_mb or 0)),
-                network=Network("on"),
-                workdir="/",
-                keep_layer=final,
-            )
-            await _build(spec, backend, recipe, environment)
+        if final.exists():
+            return final
+        spec = SandboxSpec(
+            name="build",
+            rootfs=rootfs,
+            layers=below,
+            limits=Limits(memory_mb=None, disk_mb=room_mb),
+            network=Network("on"),
+            workdir="/",
+            keep_layer=final,
+        )
+        sandbox = NamespaceSandbox(spec, backend)
+        await sandbox.start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await fill(sandbox)
+            await sandbox.kill_all()
+            await sandbox.stop(keep=True)
+        except TimeoutError as error:
+            raise SandboxError(f"{what}: build took longer than {timeout_s:g} s") from error
+        finally:
+            await sandbox.stop()
     return final
 
 
-async def _build(spec: SandboxSpec, backend: str, recipe: dockerfile.Recipe, environment: Environment) -> None:
-    assert environment.folder is not None
-    sandbox = NamespaceSandbox(spec, backend)
-    await sandbox.start()
-    try:
-        async with asyncio.timeout(environment.build_timeout_s):
-            await replay(sandbox, recipe, environment.folder)
-        await sandbox.kill_all()
-        await sandbox.stop(keep=True)
-    except TimeoutError as error:
-        raise SandboxError(f"{environment.folder}: build took longer than {environment.build_timeout_s:g} s") from error
-    finally:
-        await sandbox.stop()
+async def install_python(sandbox: Sandbox, home: Path) -> None:
+    """Put a CPython of this machine into /usr/local, with pip and without its packages. Raises SandboxError."""
+    version = pythons.version_of(home)
+    if home != Path("/usr"):
+        with tempfile.TemporaryDirectory(prefix="gyre-python-") as folder:
+            await asyncio.to_thread(_pick_python, home, version, Path(folder))
+            await sandbox.upload(Path(folder), "/usr/local")
+    name = f"python{version}"
+    linked = " && ".join(f"ln -sf $(command -v {name}) /usr/local/bin/{short}" for short in ("python3", "python"))
+    done = await sandbox.exec(f"ldconfig; {linked} && {name} -m ensurepip --default-pip", cwd="/", timeout=_PYTHON_S)
+    if done.rc != 0:
+        raise SandboxError(
+            f"Python {version} of {home} could not be put into the sandbox: {done.stderr.strip()[-_SHOWN:]}"
+        )
+
+
+def _pick_python(home: Path, version: str, folder: Path) -> None:
+    """The interpreter, its libraries and headers; no packages, tests or static libraries."""
+    name = f"python{version}"
+    (folder / "bin").mkdir()
+    (folder / "lib").mkdir()
+    shutil.copy2(home / "bin" / name, folder / "bin" / name)
+    for path in (home / "lib").glob("libpython*.so*"):
+        shutil.copy2(path, folder / "lib" / path.name, follow_symlinks=False)
+    left = shutil.ignore_patterns("site-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "*.a")
+    shutil.copytree(home / "lib" / name, folder / "lib" / name, ignore=left, symlinks=True)
+    (folder / "lib" / name / "site-packages").mkdir()
+    if (home / "include" / name).is_dir():
+        shutil.copytree(home / "include" / name, folder / "include" / name)
 
 
 async def replay(sandbox: Sandbox, recipe: dockerfile.Recipe, context: Path) -> None:
     """Do a recipe's actions in a sandbox. Raises SandboxError with the command that failed and the end of its output."""
     if sandbox.capabilities.rootfs:
-        await sandbox.exec(_APT_AS_ROOT, cwd="/")
+        await sandbox.exec(_APT_AS_ROOT, cwd="/", user="root")
     elif any(action.kind == "run" for action in recipe.actions):
         raise SandboxError(
             f"{context / 'Dockerfile'}: RUN would change this machine itself under the {sandbox.backend} backend"
@@ -147,7 +219,7 @@ async def replay(sandbox: Sandbox, recipe: dockerfile.Recipe, context: Path) -> 
 
 async def _run(sandbox: Sandbox, action: dockerfile.Action, context: Path) -> None:
     env = {"DEBIAN_FRONTEND": "noninteractive", **action.env}
-    result = await sandbox.exec(action.command, cwd=action.workdir, env=env, user=action.user)
+    result = await sandbox.exec(action.command, cwd=action.workdir, env=env, user=action.user or "root")
     if result.rc != 0:
         told = (result.stdout + result.stderr).strip()[-_SHOWN:]
         raise SandboxError(f"{context / 'Dockerfile'}: RUN {action.command[:120]} ended with {result.rc}: {told}")
@@ -162,7 +234,7 @@ async def _copy(sandbox: Sandbox, action: dockerfile.Action, context: Path) -> N
     sources = [path for pattern in action.sources for path in _matches(context, pattern)]
     is_folder = action.target.endswith("/") or len(sources) > 1
     if not is_folder:
-        found = await sandbox.exec(f"test -d {_seen(sandbox, action.target)}", cwd="/")
+        found = await sandbox.exec(f"test -d {_seen(sandbox, action.target)}", cwd="/", user="root")
         is_folder = found.rc == 0
     for source in sources:
         if source.is_dir():
@@ -171,7 +243,8 @@ async def _copy(sandbox: Sandbox, action: dockerfile.Action, context: Path) -> N
             await sandbox.upload(source, f"{action.target.rstrip('/')}/{source.name}" if is_folder else action.target)
     for option, tool in ((action.chmod, "chmod"), (action.chown, "chown")):
         if option:
-            await sandbox.exec(f"{tool} -R {shlex.quote(option)} {_seen(sandbox, action.target)}", cwd="/")
+            command = f"{tool} -R {shlex.quote(option)} {_seen(sandbox, action.target)}"
+            await sandbox.exec(command, cwd="/", user="root")
 
 
 def _matches(context: Path, pattern: str) -> list[Path]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from gyre_sdk.environments.build import prepare, replay
+from gyre_sdk.environments.build import install_python, prepare, replay
 from gyre_sdk.environments.sandbox import choose
 from gyre_sdk.environments.sandbox.base import (
     Capabilities,
@@ -98,6 +98,8 @@ class TaskSandbox:
         )
         self._inner = choose.create(spec, backend)
         await self._inner.start()
+        if prepared.python is not None:
+            await install_python(self._inner, prepared.python)
         if prepared.replay is not None and environment.folder is not None:
             await replay(self._inner, prepared.replay, environment.folder)
         for source, target in self.files.items():

@@ -13,10 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_sdk.environments import pythons
 from gyre_sdk.environments.sandbox.base import PRIVATE, PrivateMount, Sandbox
 from gyre_sdk.errors import SandboxError
 
@@ -27,7 +31,10 @@ _AT = "/opt/gyre"
 _ENV_FILE = """#!/bin/sh
 case ":${PATH}:" in *:"$HOME/.local/bin":*) ;; *) export PATH="$HOME/.local/bin:$PATH" ;; esac
 """
+_INDEX_S, _INDEX_AGAIN_S = 5.0, 300.0
 _lock = asyncio.Lock()
+_index = (-_INDEX_AGAIN_S, False)
+"""When the package index was asked last, and whether it answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class Toolkit:
             for name in ("uv", "uvx", "env")
         ]
         mounts.append(PrivateMount(str(self.python), source=self.python))
+        # Where uv looks before it looks on PATH: the interpreter in the agent's reach is not the one that tests run with.
+        mounts.append(PrivateMount(f"{_AT}/pythons/{pythons.uv_name(self.python)}", source=self.python))
         mounts.append(PrivateMount(f"{_AT}/wheels", source=self.wheels))
         mounts.append(PrivateMount(f"{_AT}/uv-cache", name="uvcache"))
         return mounts
@@ -60,6 +69,7 @@ class Toolkit:
             "PATH": f"{path}:{self.python}/bin",
             "UV_CACHE_DIR": f"{_AT}/uv-cache",
             "UV_PYTHON_DOWNLOADS": "never",
+            "UV_PYTHON_INSTALL_DIR": f"{_AT}/pythons",
             "UV_LINK_MODE": "copy",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
@@ -102,6 +112,28 @@ def cache_lock(name: str) -> Iterator[None]:
         yield
 
 
+async def index_answers() -> bool:
+    """Whether the package index can be reached from here; asked again after some minutes."""
+    global _index
+    async with _lock:
+        asked, answers = _index
+        if time.monotonic() - asked > _INDEX_AGAIN_S:
+            answers = await asyncio.to_thread(_ask_index)
+            _index = (time.monotonic(), answers)
+        return answers
+
+
+def _ask_index() -> bool:
+    index = os.environ.get("UV_INDEX_URL") or os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+    try:
+        with urllib.request.urlopen(f"{index.rstrip('/')}/pytest/", timeout=_INDEX_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
 async def toolkit() -> Toolkit:
     """The toolkit, prepared when it is not there yet. Raises SandboxError that says what is missing."""
     async with _lock:
@@ -109,7 +141,7 @@ async def toolkit() -> Toolkit:
 
 
 def _prepare(folder: Path) -> Toolkit:
-    python = find_python()
+    python = pythons.find(_PYTHON)
     kit = Toolkit(folder / "bin", python, folder / "uv-cache", folder / "wheels")
     if (folder / "ready").exists():
         return kit
@@ -170,30 +202,3 @@ def _call(argv: list[str], what: str, env: dict[str, str] | None = None) -> None
         raise SandboxError(f"{what} could not be prepared for verifiers: {error}") from error
     if done.returncode != 0:
         raise SandboxError(f"{what} could not be prepared for verifiers: {done.stderr.strip()[-300:]}")
-
-
-def find_python() -> Path:
-    """Home of a CPython 3.13 of this machine. Raises SandboxError that says how to get one."""
-    for candidate in _candidates():
-        executable = candidate / "bin" / f"python{_PYTHON}"
-        if executable.exists() and (candidate / "lib" / f"python{_PYTHON}" / "os.py").exists():
-            return candidate
-    raise SandboxError(
-        f"this task's test.sh wants Python {_PYTHON}, and none was found; install one (uv python install {_PYTHON}, "
-        "or a package of your system) or set GYRE_PYTHON313 to its home folder"
-    )
-
-
-def _candidates() -> Iterable[Path]:
-    named = os.environ.get("GYRE_PYTHON313")
-    if named:
-        yield Path(named)
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    if pyenv.is_dir():
-        yield from sorted(pyenv.glob(f"{_PYTHON}.*"), reverse=True)
-    data = Path(os.environ.get("XDG_DATA_HOME", Path.home() / ".local/share")) / "uv/python"
-    if data.is_dir():
-        yield from sorted(data.glob(f"cpython-{_PYTHON}.*"), reverse=True)
-    found = shutil.which(f"python{_PYTHON}")
-    if found:
-        yield Path(found).resolve().parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gyre_sdk.environments import rewards, toolkit
 from gyre_sdk.environments.prepare import make_verifier_sandbox
-from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, PRIVATE, ExecResult, Network, PrivateMount, Sandbox
+from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, PRIVATE, ExecResult, PrivateMount, Sandbox
 from gyre_sdk.environments.task import Step, Task
 from gyre_sdk.errors import SandboxError
 
@@ -135,7 +135,7 @@ async def _run_hidden(step: Step, sandbox: Sandbox, timeout_s: float) -> ExecRes
         kit = await toolkit.toolkit()
         await kit.warm(sandbox)
         private += kit.mounts("/root")
-        env = kit.env(sandbox.spec.env.get("PATH", DEFAULT_PATH), offline=_network(step, sandbox).mode == "off")
+        env = kit.env(sandbox.spec.env.get("PATH", DEFAULT_PATH), offline=await _is_offline(step, sandbox))
     return await sandbox.exec(
         f"chmod +x {TESTS}/test.sh; exec bash {TESTS}/test.sh",
         env={**env, **step.verifier.phase.env},
@@ -146,8 +146,10 @@ async def _run_hidden(step: Step, sandbox: Sandbox, timeout_s: float) -> ExecRes
     )
 
 
-def _network(step: Step, sandbox: Sandbox) -> Network:
-    return step.verifier.phase.network or sandbox.spec.network
+async def _is_offline(step: Step, sandbox: Sandbox) -> bool:
+    """Whether the verifier gets along with what is there: its network is off, or the package index does not answer this machine."""
+    network = step.verifier.phase.network or sandbox.spec.network
+    return network.mode == "off" or not await toolkit.index_answers()
 
 
 async def _run_plain(step: Step, sandbox: Sandbox, timeout_s: float) -> ExecResult:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gyre_sdk.environments import toolkit
+from gyre_sdk.environments import pythons
 from gyre_sdk.environments.sandbox import Limits, Sandbox, SandboxSpec, choose
 from gyre_sdk.errors import SandboxError
 
@@ -49,7 +49,7 @@ def best() -> str:
 def python313() -> None:
     """For tasks whose test.sh asks for it."""
     try:
-        toolkit.find_python()
+        pythons.find("3.13")
     except SandboxError as error:
         pytest.skip(str(error))
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre_sdk.environments import dockerfile, load_task, load_tasks, rewards
+from gyre_sdk.environments import dockerfile, load_task, load_tasks, pythons, rewards
+from gyre_sdk.environments.sandbox import online
 from gyre_sdk.environments.sandbox.proxy import host_allowed
-from gyre_sdk.errors import TaskError
+from gyre_sdk.errors import SandboxError, TaskError
 
 MINIMAL = '[environment]\nnetwork_mode = "no-network"\n'
 
@@ -185,3 +186,40 @@ def test_the_number_that_trains_is_finite(found: dict[str, float]) -> None:
 )
 def test_allow_lists(host: str, allowed: bool) -> None:
     assert host_allowed(host, ("pypi.org", "*.example.com")) is allowed
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("python:3.13-slim-bookworm", "3.13"),
+        ("python:3.10", "3.10"),
+        ("python:3.12.4@sha256:00", "3.12"),
+        ("python:slim", ""),
+        ("python", ""),
+        ("debian:12", None),
+        ("ubuntu:24.04", None),
+    ],
+)
+def test_the_python_that_an_image_stands_for(image: str, version: str | None) -> None:
+    assert pythons.of_image(image) == version
+
+
+def test_a_missing_python_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SandboxError, match=r"wants Python 3\.99.*uv python install 3\.99.*GYRE_PYTHON399"):
+        pythons.find("3.99")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3.99").touch()
+    (tmp_path / "lib/python3.99").mkdir(parents=True)
+    (tmp_path / "lib/python3.99/os.py").touch()
+    monkeypatch.setenv("GYRE_PYTHON399", str(tmp_path))
+    assert pythons.find("3.99") == tmp_path
+    assert pythons.version_of(tmp_path) == "3.99"
+
+
+def test_a_proxy_with_a_password_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example.org:3128")
+    monkeypatch.setenv("HTTP_PROXY", "http://user:secret@proxy.example.org:3128")
+    monkeypatch.setenv("http_proxy", "user:secret@proxy.example.org:3128")
+    found = online.settings()
+    assert found["HTTPS_PROXY"] == "http://proxy.example.org:3128"
+    assert "secret" not in str(found)

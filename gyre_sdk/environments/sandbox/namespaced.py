@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from gyre_sdk.environments.sandbox import archive, disk, journal, layers
+from gyre_sdk.environments.sandbox import archive, disk, journal, layers, online
 from gyre_sdk.environments.sandbox.base import (
     DEFAULT_PATH,
     PRIVATE,
@@ -73,6 +73,8 @@ class NamespaceSandbox:
     async def _start_message(self, folder: Path) -> dict[str, Any]:
         spec, limits = self.spec, self.spec.limits
         mounts = [(str(source), target) for source, target in spec.read_only_mounts.items()]
+        if spec.network.mode != "off" and (authorities := online.authorities()) is not None:
+            mounts.append((str(authorities), online.CA_AT))
         if spec.rootfs is None:
             mounts = [(path, path) for path in layers.submounts()] + mounts
         message = {
@@ -126,7 +128,8 @@ class NamespaceSandbox:
 
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         base = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {**base, **self.proxy_env, **self.spec.env, **(env or {})}
+        reach = online.settings() if self.spec.network.mode != "off" else {}
+        return {**base, **reach, **self.proxy_env, **self.spec.env, **(env or {})}
 
     async def exec(
         self,
