@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import pydantic
 
+TrainedRole = Literal["main", "main-summary", "subagent", "subagent-summary"]
+
 
 class Table(pydantic.BaseModel):
     """Base: frozen, and unknown keys are errors."""
@@ -45,6 +47,10 @@ class AlgorithmTable(Table):
     """Executions with nothing to grade: reward 0 in the baseline, or out of it like invalid ones."""
     seed: int = 0
     """Seed of the selection's draws."""
+    role_credit: dict[TrainedRole, float] = {}
+    """Factor of the advantage per role, 1 for a role not named: {subagent = 0.5}."""
+    credit_discount: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Factor of the advantage for each call between a token's own and the last of its path; 1 gives all the same."""
     options: dict[str, Any] = {}
     """Parameters of the algorithm, by name (clip ranges, importance-weight bounds ...)."""
 

@@ -30,3 +30,15 @@ def discounted(gamma: float) -> Credit:
         return np.where(path.call >= 0, advantage * gamma ** np.maximum(before_last, 0), 0.0)
 
     return credit
+
+
+def combined(role_scale: Mapping[str, float], gamma: float) -> Credit | None:
+    """Both at once; None when neither changes anything (the advantage of an execution on all of its tokens)."""
+    scaled, decayed = by_role(role_scale), discounted(gamma)
+    if gamma == 1.0:
+        return scaled if any(factor != 1.0 for factor in role_scale.values()) else None
+
+    def credit(path: TrainPath, advantage: float) -> np.ndarray:
+        return decayed(path, 1.0) * scaled(path, advantage)
+
+    return credit

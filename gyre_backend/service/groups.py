@@ -12,6 +12,7 @@ import numpy as np
 
 from gyre_backend.config import BackendConfig
 from gyre_backend.errors import PlanError
+from gyre_backend.select.credit import Credit, combined
 from gyre_backend.select.selection import GroupSelection, SelectionConfig, select_group
 from gyre_backend.tree.plan import TreePlan, build_plan, plan_to_bytes
 from gyre_backend.tree.split import split_dfs
@@ -61,6 +62,12 @@ def selection_config(config: BackendConfig, estimator: str) -> SelectionConfig:
     )
 
 
+def credit_of(config: BackendConfig) -> Credit | None:
+    """How `[algorithm]` spreads an execution's advantage over its tokens; None: evenly."""
+    table = config.algorithm
+    return combined({str(role): factor for role, factor in table.role_credit.items()}, table.credit_discount)
+
+
 def prepare(
     group: str,
     graphs: Sequence[BranchGraph],
@@ -69,6 +76,7 @@ def prepare(
     weighting: str,
     micro_tokens: int,
     whole_replies: bool,
+    credit: Credit | None = None,
 ) -> PreparedGroup | None:
     """None when there is nothing to train: no valid execution, no trainable token, or equal rewards that are
     to be skipped.
@@ -76,7 +84,7 @@ def prepare(
     chosen = select_group(graphs, selection)
     if chosen.num_executions == 0 or not any(path.trained for path in chosen.paths):
         return None
-    plan = build_plan(chosen.paths, chosen.advantages, weighting=weighting)
+    plan = build_plan(chosen.paths, chosen.advantages, weighting=weighting, credit=credit)
     parts = _split(plan, micro_tokens, whole_replies)
     versions = plan.edge_version.astype(np.int64)
     counted = set(chosen.advantages)

@@ -12,7 +12,7 @@ import msgspec
 from gyre_backend.cells import state as s
 from gyre_backend.errors import IngestError, TrainingError
 from gyre_backend.ledger import GroupRow
-from gyre_backend.service.groups import PreparedGroup, prepare, selection_config
+from gyre_backend.service.groups import PreparedGroup, credit_of, prepare, selection_config
 from gyre_backend.service.run_state import RunState
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.wire.records import Opened
@@ -123,6 +123,7 @@ class Intake:
             weighting=run.facts.weighting,
             micro_tokens=run.config.train.micro_tokens,
             whole_replies=run.facts.whole_replies,
+            credit=credit_of(run.config),
         )
         return await anyio.to_thread.run_sync(work)
 
