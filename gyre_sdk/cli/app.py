@@ -26,6 +26,7 @@ _COMMANDS = {
     "runs": ("gyre_sdk.cli.runs:app", "List, measure and remove recorded runs."),
     "wal": ("gyre_sdk.cli.wal:app", "Verify, repair or print a write-ahead log."),
     "export": ("gyre_sdk.cli.export:export", "Export executions: GraphML, DOT, JSON, ATIF, Parquet, samples."),
+    "import": ("gyre_sdk.cli.importing:import_", "Bring executions into a run: of ATIF documents, or of other runs."),
     "verify-template": (
         "gyre_sdk.cli.verify_template:verify_template",
         "Prove that a model's chat template extends turns token for token.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from statistics import fmean
 from typing import Annotated, Any
 

@@ -2,6 +2,7 @@
 own.
 """
 
+from gyre_sdk.exporters.atif_import import Imported, from_atif
 from gyre_sdk.exporters.registry import FORMATS, Format, export
 from gyre_sdk.exporters.samples import SampleOptions, samples
 from gyre_sdk.exporters.structure import (
@@ -17,9 +18,11 @@ from gyre_sdk.exporters.structure import (
 __all__ = [
     "FORMATS",
     "Format",
+    "Imported",
     "SampleOptions",
     "equal_graphs",
     "export",
+    "from_atif",
     "from_graphml",
     "from_node_link",
     "samples",

@@ -130,6 +130,9 @@ def to_atif(graph: BranchGraph) -> list[Trajectory]:
         host = maker.host(leaf, main)
         if host is not None:
             maker.embed(documents[host], maker.document(leaf), leaf)
+    if documents:
+        extra = documents[0].extra or {}
+        documents[0].extra = {"gyre": {**extra.get("gyre", {}), **maker.whole_execution()}}
     return documents
 
 
@@ -177,7 +180,8 @@ class _Maker:
     def _tokens_only(self, leaf: Leaf) -> list[Said]:
         from gyre_sdk.capture.model import Part
 
-        calls = dict.fromkeys(node.call for node in leaf.nodes if node.call >= 0)
+        # A document has one step at least: of an empty reply too.
+        calls = dict.fromkeys(node.call for node in leaf.nodes if node.call >= 0) or [leaf.call]
         return [Said(Part("text", ""), call) for call in calls]
 
     def _steps(self, said: list[Said]) -> list[Step]:
@@ -218,6 +222,8 @@ class _Maker:
         step.timestamp = _time(entry.at)
         step.llm_call_count = 1
         step.is_copied_context = True if call in self.told else None
+        if call not in self.told:
+            step.extra = {"gyre": {"call": call, **self._place(call)}}
         self.told.add(call)
         versions = [[span.version, span.start, span.end] for span in entry.versions]
         step.metrics = Metrics(
@@ -229,6 +235,32 @@ class _Maker:
             extra={"policy_versions": versions, "finish": entry.finish or "", "delivered": entry.delivered is True},
         )
         return step
+
+    def _place(self, call: int) -> dict[str, Any]:
+        """Where a call's prompt comes from, each token once; `from_atif` makes the prompt from it again."""
+        entry = self.graph.calls[call]
+        delta = self.graph.prompt_ids(call)[entry.base_len :].tolist()
+        place: dict[str, Any] = {"base_call": entry.base_call, "base_len": entry.base_len, "delta_token_ids": delta}
+        place |= {"at": entry.at, "done_at": entry.done_at, "first_token_at": entry.first_token_at}
+        place |= {"dialect": entry.dialect, "engine": entry.engine, "sampling": entry.sampling or {}}
+        if entry.rerender:
+            place |= {"rerender": entry.rerender, "rerender_of": entry.rerender_of}
+        return place
+
+    def whole_execution(self) -> dict[str, Any]:
+        """What the steps can't say: links, labels and how the execution was opened; in its first document."""
+        graph, opened = self.graph, self.graph.opened
+        facts: dict[str, Any] = {
+            "links": [[link.kind, link.source, link.target, link.reason, link.inferred] for link in graph.links()],
+            "labels": [[call, role, reason] for call, (role, reason) in graph.labels.items()],
+        }
+        # Replies without a token or a word are in no branch, but others may build on their prompts.
+        rest = [number for number, call in sorted(graph.calls.items()) if call.done and number not in self.told]
+        if rest:
+            facts["steps"] = [msgspec.to_builtins(self._agent_step(1, number)) for number in rest]
+        if opened is not None:
+            facts |= {"group": opened.group, "task": opened.task, "opened_at": opened.at}
+        return facts
 
     def host(self, leaf: Leaf, main: list[Leaf]) -> int | None:
         """Index of the main branch that a branch was forked from, by its links; the first one when nothing

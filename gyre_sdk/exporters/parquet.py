@@ -94,7 +94,7 @@ def call_rows(graph: BranchGraph) -> list[Row]:
                 "rerender": call.rerender,
                 "parent_call": graph.parent_call(number) if call.done else -1,
                 "links": links.get(number, []),
-                "marks": sorted((call.marks or {}).items()),
+                "marks": [{"name": name, "value": value} for name, value in sorted((call.marks or {}).items())],
                 "sampling": msgspec.json.encode(call.sampling or {}).decode(),
             }
         )
@@ -140,6 +140,7 @@ _TABLES: dict[str, Callable[[BranchGraph], list[Row]]] = {
 def _schemas(pa: Any) -> dict[str, Any]:
     text, ids, floats = pa.string(), pa.list_(pa.int32()), pa.list_(pa.float32())
     link = pa.struct([("kind", text), ("source", pa.int32()), ("reason", text), ("inferred", pa.bool_())])
+    mark = pa.struct([("name", text), ("value", text)])  # no map: Hugging Face datasets have none
     int32, flag, real = pa.int32(), pa.bool_(), pa.float64()
     return {
         "nodes": pa.schema(
@@ -154,7 +155,7 @@ def _schemas(pa: Any) -> dict[str, Any]:
                 ("execution", text), ("call", int32), ("state", text), ("role", text), ("dialect", text), ("at", real),
                 ("first_token_at", real), ("done_at", real), ("prompt_tokens", int32), ("cached_tokens", int32),
                 ("output_tokens", int32), ("finish", text), ("delivered", flag), ("engine", text), ("error", text),
-                ("rerender", text), ("parent_call", int32), ("links", pa.list_(link)), ("marks", pa.map_(text, text)),
+                ("rerender", text), ("parent_call", int32), ("links", pa.list_(link)), ("marks", pa.list_(mark)),
                 ("sampling", text),
             ]
         ),
