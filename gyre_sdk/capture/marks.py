@@ -93,5 +93,7 @@ class Scopes:
             marks[f"{kind}_of"] = str(source)
 
     def finished(self, marks: Mapping[str, str], call: int) -> None:
-        """A call in a scope has its reply."""
+        """A call in a scope has its reply. Another try takes the place of what it retries, outside its scope too."""
         self._last[marks.get("scope_id", "")] = call
+        if marks.get("scope_kind") == "retry":
+            self._last[marks.get("scope_parent", "")] = call

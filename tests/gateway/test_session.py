@@ -13,7 +13,7 @@ from gyre_sdk.capture.wal import read_records
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.testing import Say, ScriptedCall, ScriptedEngine
-from tests.gateway.conftest import make_renderer
+from tests.gateway.conftest import make_renderer, make_rig
 
 pytestmark = pytest.mark.anyio
 
@@ -90,3 +90,23 @@ async def test_wrong_combinations_are_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a gateway"):
         async with gyre_sdk.session():
             pass
+
+
+async def test_what_follows_a_retry_follows_from_the_second_reply(tmp_path: Path) -> None:
+    async with (
+        make_rig(tmp_path, ["first", "second", "helper", "more"]) as rig,
+        gyre_sdk.session(gateway=rig.gateway) as s,
+    ):
+        async with s.http() as http:
+
+            async def ask(text: str) -> None:
+                body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+                assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+            await ask("go")
+            with s.retry():
+                await ask("go")
+            with s.fork():
+                await ask("help")
+        found = {(link.kind, link.source, link.target) for link in s.graph.links()}
+        assert found == {("retries", 0, 1), ("forks", 1, 2)}

@@ -9,7 +9,7 @@ from gyre_sdk.environments.sandbox.base import (
     SandboxProcess,
     SandboxSpec,
 )
-from gyre_sdk.environments.sandbox.choose import BACKENDS, Probe, create, probe, probe_backends
+from gyre_sdk.environments.sandbox.choose import BACKENDS, Probe, create, probe, probe_backends, resolve
 from gyre_sdk.environments.sandbox.journal import Swept, sweep
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "create",
     "probe",
     "probe_backends",
+    "resolve",
     "sweep",
 ]
