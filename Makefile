@@ -10,16 +10,13 @@ SGLANG := .venv-sglang
 HARBOR := .venv-harbor
 MONITORS := .venv-monitors
 DOCS := .venv-docs
-HARBOR := .venv-harbor
-# The first Python >= 3.12 that starts: Harbor needs one, Gyre does not.
-HARBOR_PYTHON ?= $(shell for p in python3.12 python3.13 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do $$p -c 'import venv' 2>/dev/null && echo $$p && break; done)
 PIP = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 ENGINE ?= embedded
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-harbor test-faults test-chaos test-harness test-ray test-viewer screenshots test-monitors test-harbor docs
+.PHONY: help demo test setup lint types imports unit system clean test-megatron test-sglang test-environments test-harbor test-faults test-chaos test-harness test-ray test-viewer screenshots test-monitors docs
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -75,7 +72,7 @@ test-harbor: setup $(HARBOR)/.done ## the real Harbor: its trials in our sandbox
 	GYRE_HARBOR_PYTHON=$(CURDIR)/$(HARBOR)/bin/python $(BIN)/python -m pytest -v -m harbor tests
 
 $(HARBOR)/.done: pyproject.toml constraints-harbor.txt
-	@test -x $(HARBOR)/bin/python || "$$($(BIN)/python -m gyre_sdk.environments.pythons 3.12 3.13 3.14)" -m venv $(HARBOR)
+	@test -x $(HARBOR)/bin/python || "$$($(BIN)/python -c 'from gyre_sdk.environments.pythons import main; main(["3.12", "3.13", "3.14"])')" -m venv $(HARBOR)
 	@echo "installing Harbor, unmodified, into $(HARBOR) (once; 500 MB)"
 	@$(call PIP,$(HARBOR)) -c constraints-harbor.txt -e '.[harbor]'
 	@touch $@
@@ -99,15 +96,6 @@ screenshots: setup ## the pictures of docs/viewer.md, made anew
 	@scripts/chromium.sh
 	@$(call PIP,$(VENV)) -c constraints.txt -e '.[viewer-tests]'
 	$(BIN)/python scripts/screenshots.py docs/img
-
-test-harbor: setup $(HARBOR)/.done ## Harbor's own trials in our sandboxes, and our ATIF read by Harbor's models (Python >= 3.12)
-	GYRE_HARBOR_PYTHON=$(CURDIR)/$(HARBOR)/bin/python $(BIN)/python -m pytest -q -m environments tests/environments/test_harbor_bridge.py tests/exporters/test_harbor_atif.py
-
-$(HARBOR)/.done: pyproject.toml constraints-harbor.txt
-	@test -n "$(HARBOR_PYTHON)" || { echo "Harbor needs Python 3.12 or newer; none was found. Say: make HARBOR_PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
-	@test -x $(HARBOR)/bin/python || $(HARBOR_PYTHON) -m venv $(HARBOR)
-	@$(call PIP,$(HARBOR)) -c constraints-harbor.txt -e '.[harbor]'
-	@touch $@
 
 test-monitors: system $(MONITORS)/.done ## TensorBoard, W&B (offline), trackio; exports read by pandas, polars, duckdb, datasets
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(MONITORS)/bin/python -m pytest -q -m monitors tests/monitors tests/exporters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -63,3 +64,14 @@ def _candidates(version: str) -> Iterator[Path]:
     found = shutil.which(f"python{version}")
     if found:
         yield Path(found).resolve().parent.parent
+
+
+def main(versions: list[str]) -> None:
+    """Print the interpreter of the first of `versions` that is here; exit code 1 and a line when none is."""
+    for version in versions:
+        with contextlib.suppress(SandboxError):
+            sys.stdout.write(f"{find(version) / 'bin' / f'python{version}'}\n")
+            return
+    sys.exit(
+        f"no Python {', '.join(versions)} was found; install one (uv python install {versions[0]}, or a package of your system)"
+    )

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,9 +27,16 @@ def agent_env(base_url: str, token: str) -> dict[str, str]:
 
 
 async def run_trial(
-    task: Path, agent: str, *, model: str | None, base_url: str | None, token: str, trials_dir: Path
+    task: Path,
+    agent: str,
+    *,
+    model: str | None,
+    base_url: str | None,
+    token: str,
+    trials_dir: Path,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One trial; its rewards and how it ended. Raises MissingExtraError without Harbor."""
+    """One trial; its rewards, how it ended and its folder. `settings` are the agent's own. Raises MissingExtraError without Harbor."""
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
     try:
         from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
@@ -40,7 +48,7 @@ async def run_trial(
         os.environ["GYRE_GATEWAY_PORT"] = str(urlsplit(base_url).port or 80)
     config = TrialConfig(
         task=TaskConfig(path=task),
-        agent=AgentConfig(**_named(agent), model_name=model, env=env),
+        agent=AgentConfig(**_named(agent), model_name=model, env=env, kwargs=dict(settings or {})),
         environment=EnvironmentConfig(import_path=ENVIRONMENT),
         trials_dir=trials_dir,
     )
@@ -51,12 +59,21 @@ async def run_trial(
         "rewards": result.verifier_result.rewards if result.verifier_result is not None else None,
         "error": result.exception_info.exception_type if result.exception_info is not None else None,
         "message": result.exception_info.exception_message if result.exception_info is not None else "",
+        "folder": str(trials_dir.resolve() / result.trial_name),
     }
 
 
 def _named(agent: str) -> dict[str, str]:
     """An agent's own name, or `package.module:Class`."""
     return {"import_path": agent} if ":" in agent else {"name": agent}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def main() -> None:
@@ -67,11 +84,21 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--base-url", help="the gateway, without /v1")
     parser.add_argument("--token", default="-")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the agent; JSON, or text"
+    )
     parser.add_argument("--trials-dir", type=Path, default=Path("trials"))
     a = parser.parse_args()
-    found = asyncio.run(
-        run_trial(a.task, a.agent, model=a.model, base_url=a.base_url, token=a.token, trials_dir=a.trials_dir)
+    trial = run_trial(
+        a.task,
+        a.agent,
+        model=a.model,
+        base_url=a.base_url,
+        token=a.token,
+        trials_dir=a.trials_dir,
+        settings=dict(_setting(text) for text in a.set),
     )
+    found = asyncio.run(trial)
     sys.stdout.write(json.dumps(found) + "\n")
 
 
