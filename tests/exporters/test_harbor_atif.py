@@ -16,7 +16,7 @@ from tests.exporters.examples import example
 from tests.exporters.test_atif_import import assert_same_branches
 from tests.graph.programs import Harness, program_of
 
-pytestmark = [pytest.mark.environments, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.harbor, pytest.mark.timeout(300)]
 
 CHECK = """
 import json, sys
