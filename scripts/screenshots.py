@@ -48,12 +48,12 @@ def wait(page: Any, condition: str) -> None:
 
 
 def save(page: Any, path: Path) -> None:
-    """A picture in 128 colours: a fifth of the bytes, and text stays sharp."""
+    """A picture in 256 colours: a third of the bytes, and nobody sees it."""
     from PIL import Image
 
     page.wait_for_timeout(300)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.quantize(256, kmeans=4, dither=Image.Dither.NONE).save(path, optimize=True)
     sys.stdout.write(f"{path}  {path.stat().st_size // 1024} KiB\n")
 
 

@@ -90,7 +90,6 @@ class ExecutionRow:
     sampled: int = 0
     spans: dict[int, _CallSpan] = field(default_factory=dict)
     events: list[tuple[float, str]] = field(default_factory=list)
-    branches: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     """Typed edges by kind."""
     oldest: int | None = None
@@ -100,6 +99,7 @@ class ExecutionRow:
     _lengths: dict[int, int] = field(default_factory=dict)
     _extended: set[int] = field(default_factory=set)
     _engine: str = ""
+    _done: int = 0
 
     @property
     def path(self) -> Path:
@@ -165,7 +165,6 @@ class ExecutionRow:
             self.kinds["rerenders"] = self.kinds.get("rerenders", 0) + 1
         if record.base_call >= 0 and record.base_len > self._lengths.get(record.base_call, 0):
             self._extended.add(record.base_call)
-        self.branches = len(self.spans) - len(self._extended)
 
     def _end(self, record: _Result | _Failed) -> None:
         count = len(record.ids) // 4
@@ -174,6 +173,7 @@ class ExecutionRow:
         if isinstance(record, _Failed):
             span.failed = True
             return
+        self._done += 1
         self.tokens += count
         self.sampled += count
         span.engine, span.tokens = record.engine, count
@@ -204,7 +204,7 @@ class ExecutionRow:
             "failure": None if outcome is None else outcome.failure,
             "message": (self.damage or ("" if outcome is None else outcome.message))[:300],
             "calls": len(self.spans),
-            "branches": self.branches,
+            "branches": self._done - len(self._extended),
             "tokens": self.tokens,
             "sampled": self.sampled,
             "kinds": self.kinds,

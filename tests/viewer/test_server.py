@@ -108,6 +108,7 @@ async def test_the_run_lists_its_executions_steps_and_cells(run: Path, open_clie
     log = run / "executions" / EDGES / "wal.gyre"
     graph, row = load_graph(log).graph, rows[EDGES]
     assert (row["calls"], row["tokens"]) == (len(graph.calls), _recorded(log))
+    assert row["branches"] == len(graph.leaves())
     assert row["sampled"] == sum(len(call.output_ids) for call in graph.calls.values())
     assert row["kinds"] == {"forks": 1, "returns": 1, "retries": 1, "compacts": 1, "rerenders": 1}
     assert [span[2] for span in row["spans"]].count(2) == 1  # one failed call

@@ -159,7 +159,7 @@ function graphStyle() {
 
 function elements({ nodes, edges }) {
   const mix = (hex, alpha) => { const { backgroundColor: b } = getComputedStyle(document.body), under = b.match(/\d+/g).map(Number); return `rgb(${[1, 3, 5].map((i, k) => Math.round(parseInt(hex.slice(i, i + 2), 16) * alpha + under[k] * (1 - alpha))).join(",")})`; };
-  const title = (n) => (n.calls.length === 0 ? "prompt" : n.calls[0] === n.calls[1] ? `call ${n.calls[0]}` : `calls ${n.calls[0]}–${n.calls[1]}`) + (n.folded ? `  +${n.folded}` : "");
+  const title = (n) => (n.calls.length === 0 ? "prompt" : n.calls[2] === 1 ? `call ${n.calls[0]}` : n.calls[2] === 2 ? `calls ${n.calls[0]}, ${n.calls[1]}` : n.calls[1] - n.calls[0] < n.calls[2] ? `calls ${n.calls[0]}–${n.calls[1]}` : `${n.calls[2]} calls, ${n.calls[0]} to ${n.calls[1]}`) + (n.folded ? `  +${n.folded}` : "");
   return [
     ...nodes.map((n) => {
       const colour = ROLES[n.role] || "#8b939c", given = (100 * (n.tokens - n.sampled)) / Math.max(n.tokens, 1), pale = mix(colour, 0.14), full = mix(colour, 0.5);
@@ -188,7 +188,7 @@ function drawGraph(view) {
   if (!g.nodes.length) return;
   state.cy = cytoscape({ container: box, elements: elements(g), style: graphStyle(), minZoom: 0.03, maxZoom: 3, hideEdgesOnViewport: g.nodes.length > 500, layout: { name: "null" } });
   const kept = g.nodes.length > 100 ? state.cy.edges("[kind = 'continues']") : state.cy.edges();   // of many boxes, the tree alone decides where they are
-  state.cy.nodes().union(kept).layout({ name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: 46, ranker: "longest-path", animate: false, fit: false }).run();
+  state.cy.nodes().union(kept).layout({ name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: g.nodes.length > 100 ? 46 : 95, ranker: "longest-path", animate: false, fit: false }).run();
   state.cy.on("tap", "node", (event) => look(event.target.id()));
   state.cy.on("dbltap", "node", (event) => toggle(event.target.id()));
   if (view) state.cy.viewport(view);
