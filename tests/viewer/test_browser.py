@@ -72,7 +72,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A page on which no script may fail, no policy be broken and nothing be asked of another host."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" and "net::ERR_" not in m.text else None)
@@ -83,7 +83,7 @@ def page(browser: Browser) -> Iterator[Page]:
     assert problems == []
 
 
-def wait(page: Page, condition: str, seconds: float = 15) -> None:
+def wait(page: Page, condition: str, seconds: float = 60) -> None:
     """Until an expression is true. (Playwright's own way needs `eval`, which the page's policy forbids.)"""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
