@@ -4,8 +4,8 @@ update.
     python -m benchmarks.tree_step [--quick] [--threads 1 2] [--rounds N] [--json FILE]
 
 Every row runs in a process of its own. Times are process CPU time (the sum over threads) and medians over
-rounds, in which the methods take turns; `wall_*` are wall times. All methods compute logits at loss edges
-only, so that none is made to look slow.
+rounds, in which the methods take turns; `wall_*` are wall times. Two rounds before them warm up and measure memory. All
+methods compute logits at loss edges only, so that none is made to look slow.
 
 flat paths     every path a micro-batch of its own
 flat packed    the paths of a group side by side in one micro-batch
@@ -40,7 +40,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,8 @@ MODEL = {
 }
 _NAMES = {"one_level": "one_level", "dense": "dense_mask", "bounded": "bounded"}
 METHODS = tuple(_NAMES)
+_ONCE = ("dense", "bounded")
+"""Timed in the first round only: they are many times slower, or not a rival."""
 
 
 def main() -> None:
@@ -115,6 +117,22 @@ def _die_with_parent() -> None:
     ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class Measured(NamedTuple):
+    """What one method took, round by round."""
+
+    cpu: list[float]
+    """CPU seconds of the process, all threads"""
+    wall: list[float]
+    peak: float
+    """MiB above the loaded model and optimizer"""
+
+
+def ratios(measured: dict[str, Measured], others: Sequence[str], to: str = "tree", of: str = "cpu") -> list[float]:
+    """The fastest of `others` over `to`, per round: both sides of a round saw the same machine."""
+    columns = [getattr(measured[name], of) for name in others]
+    return [min(row) / base for *row, base in zip(*columns, getattr(measured[to], of), strict=False)]  # see _ONCE
+
+
 # --- rows (each runs in its own process) ---
 
 
@@ -134,23 +152,26 @@ def sharing_row(sharing: float, threads: int, rounds: int, tokens: int, also: Se
     }
     methods = {name: method for name, method in methods.items() if name in also or name not in METHODS}
     measured = _measure(trainer, methods, rounds)
-    cpu, wall, peak = (_column(measured, name) for name in ("cpu", "wall", "peak"))
-    flat = min(cpu["flat_paths"], cpu["flat_packed"])
+    flat = ratios(measured, ("flat_paths", "flat_packed"))
     flops = {"tree": sum(cost(p, model) for p in trees), "flat": sum(flat_cost(p, model) for p in trees)}
+    bound = flops["flat"] / flops["tree"]
+    others = [name for name in METHODS if name in measured]
     return {
         "sharing": sharing,
         "threads": threads,
         "flat_tokens": sum(plan.flat_tokens for plan in trees),
         "unique_tokens": sum(plan.num_tokens for plan in trees),
         "achieved_sharing": 1 - sum(p.num_tokens for p in trees) / sum(p.flat_tokens for p in trees),
-        "ratio_vs_flat": flat / cpu["tree"],
-        "flop_bound": flops["flat"] / flops["tree"],
-        "ratio_of_bound": flat / cpu["tree"] / (flops["flat"] / flops["tree"]),
-        **{f"ratio_vs_{_NAMES[name]}": cpu[name] / cpu["tree"] for name in METHODS if name in cpu},
-        "wall_ratio_vs_flat": min(wall["flat_paths"], wall["flat_packed"]) / wall["tree"],
-        "peak_mib": peak["tree"],
-        **{f"peak_mib_{name}": peak[name] for name in peak if name != "tree"},
-        **{f"cpu_s_{name}": value for name, value in cpu.items()},
+        "ratio_vs_flat": statistics.median(flat),
+        "ratio_vs_flat_min": min(flat),
+        "ratio_vs_flat_max": max(flat),
+        "flop_bound": bound,
+        "ratio_of_bound": statistics.median(flat) / bound,
+        **{f"ratio_vs_{_NAMES[name]}": statistics.median(ratios(measured, (name,))) for name in others},
+        "wall_ratio_vs_flat": statistics.median(ratios(measured, ("flat_paths", "flat_packed"), of="wall")),
+        "peak_mib": measured["tree"].peak,
+        **{f"peak_mib_{name}": found.peak for name, found in measured.items() if name != "tree"},
+        **{f"cpu_s_{name}": statistics.median(found.cpu) for name, found in measured.items()},
         "grad_rel_err": _gradient_error(_selected(shape_for(sharing, tokens // 8), 1, None), threads),
     }
 
@@ -163,7 +184,7 @@ def j_max_row(j_max: int | None, threads: int, rounds: int) -> dict[str, Any]:
     tree = build_plan(*group)
     flat = [flatten_plan(plan) for plan in _single_paths(group)]
     measured = _measure(trainer, {"tree": ([tree], "auto", False), "flat_paths": (flat, "auto", False)}, rounds)
-    cpu = _column(measured, "cpu")
+    cpu = {name: statistics.median(found.cpu) for name, found in measured.items()}
     return {
         "j_max": "none" if j_max is None else j_max,
         "threads": threads,
@@ -173,14 +194,10 @@ def j_max_row(j_max: int | None, threads: int, rounds: int) -> dict[str, Any]:
         "unique_tokens": tree.num_tokens,
         "cpu_s_tree": cpu["tree"],
         "cpu_s_flat": cpu["flat_paths"],
-        "ratio_vs_flat": cpu["flat_paths"] / cpu["tree"],
+        "ratio_vs_flat": statistics.median(ratios(measured, ("flat_paths",))),
         "tree_ms_per_trained_token": 1e3 * cpu["tree"] / tree.num_edges,
         "flat_ms_per_trained_token": 1e3 * cpu["flat_paths"] / tree.num_edges,
     }
-
-
-def _column(measured: dict[str, dict[str, float]], name: str) -> dict[str, float]:
-    return {method: values[name] for method, values in measured.items()}
 
 
 def _selected(shape: Shape, seed: int, j_max: int | None) -> tuple[Sequence[TrainPath], dict[str, float]]:
@@ -233,31 +250,36 @@ def _trainer(threads: int, dtype: str) -> Any:
         return HFTrainer(Path(folder), TrainerConfig(dtype=dtype, lr=1e-6), make("grpo"))
 
 
-def _measure(
-    trainer: Any, methods: dict[str, tuple[list[TreePlan], str, bool]], rounds: int
-) -> dict[str, dict[str, float]]:
-    """Median CPU and wall seconds of one optimizer step, and peak memory above the loaded model, per
-    method."""
+def _measure(trainer: Any, methods: dict[str, tuple[list[TreePlan], str, bool]], rounds: int) -> dict[str, Measured]:
+    """One optimizer step by each method, in turns.
+
+    Two rounds are not timed: in one, for memory, the heap is given back before each method; the other warms it up, as it is
+    in a training process after its first step.
+    """
     from dataclasses import replace
 
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in methods}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+    peaks: dict[str, float] = {}
     warm = methods["flat_paths"][0][0]
     trainer.forward_backward(warm)
     trainer.optimizer_step(1)
-    for _ in range(rounds):
+    for number in range(-2, rounds):
         for name, (plans, attention, bounded) in methods.items():
+            if name in _ONCE and number not in (-2, 0):
+                continue
             trainer.model.gyre_attention = attention
             trainer.config = replace(trainer.config, bounded_memory=bounded)
-            base = _reset_peak()
+            base = _reset_peak() if number == -2 else 0.0
             cpu, wall = time.process_time(), time.perf_counter()
             for plan in plans:
                 trainer.forward_backward(plan)
             trainer.optimizer_step(4)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            times[name].append((cpu, wall, _memory("VmHWM") - base))
-    return {
-        name: dict(zip(("cpu", "wall", "peak"), map(statistics.median, zip(*found)))) for name, found in times.items()
-    }
+            if number == -2:
+                peaks[name] = _memory("VmHWM") - base
+            elif number >= 0:
+                times[name].append((cpu, wall))
+    return {name: Measured(*map(list, zip(*times[name], strict=True)), peaks[name]) for name in methods}
 
 
 def _reset_peak() -> float:

@@ -21,6 +21,7 @@ from gyre_backend.errors import TrainingError
 from gyre_backend.select.paths import TrainPath
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.hf_model import enable_checkpointing, head_of, hidden_states, load_model, precision
+from gyre_backend.trainers.memory import keep_freed_memory
 from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, edges_of, peak_memory
 from gyre_backend.tree.loss import edge_logprobs
 from gyre_backend.tree.plan import TreePlan, build_plan, plan_from_bytes
@@ -77,6 +78,8 @@ class Replica:
         if config.device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
+        else:
+            keep_freed_memory()
         dist.init_process_group(
             "nccl" if config.device == "cuda" else "gloo",
             init_method=f"file://{os.environ['GYRE_RENDEZVOUS']}",

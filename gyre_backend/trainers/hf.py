@@ -26,6 +26,7 @@ from gyre_backend.trainers.hf_model import (
     quiet,
     segment_forward,
 )
+from gyre_backend.trainers.memory import keep_freed_memory
 from gyre_backend.tree.dfs import dfs_step
 from gyre_backend.tree.loss import edge_logprobs
 from gyre_backend.tree.plan import TreePlan
@@ -42,6 +43,8 @@ class HFTrainer:
         self._version = version
         self._steps = 0
         _refuse_settings(config)
+        if config.device == "cpu":
+            keep_freed_memory()
         where = {"dtype": config.dtype, "device": config.device, "attention": config.attention}
         self.model = load_model(self._model_dir, **where)
         if config.bounded_memory and self.model.gyre_recurrent_layers:

@@ -24,6 +24,7 @@ from gyre_backend.trainers import cpu_shims, megatron_weights
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.megatron_layout import Shape, padded_vocab
 from gyre_backend.trainers.ranked import DTYPES
+from gyre_backend.trainers.memory import keep_freed_memory
 from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, edges_of, peak_memory
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
 
@@ -82,6 +83,8 @@ class Replica:
         if setup.config.device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
+        else:
+            keep_freed_memory()
         else:
             cpu_shims.install()
         self._shared: dict[str, SharedTensors] = {}
