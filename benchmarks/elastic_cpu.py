@@ -1,7 +1,7 @@
 """Schedulers on real cells: the same long-tailed workload under `gyre` and under tuned rivals, on CPU
 processes.
 
-    python -m benchmarks.elastic_cpu [--quick] [--json FILE] [--seeds N] [--cells K]
+    python -m benchmarks.elastic_cpu [--quick] [--json FILE] [--seeds N] [--cells K] [--runs FILE --budget S]
 
 Every run is a service with K cells (processes with an embedded engine and a trainer, weights and gradients by
 Mooncake TCP or files) and a
@@ -17,8 +17,8 @@ step_s                mean seconds per optimizer step after the first, median ov
 idle_share            share of a cell's time in training without a micro-step, per cell, median over seeds
 move_to_training_s    seconds of one rollout → training move (median of a run's mean); move_to_rollout_s the
 other way
-recomputed_tokens     prompt tokens computed again because of moves, per step; recomputed_tokens_migrated with
-kv_migration = "embedded"
+recomputed_tokens     prompt tokens computed again because of moves, per step; ..._migrated: the same seed with
+kv_migration = "embedded", where migrate_ms is one migration's mean time
 staleness             mean over trained tokens, in versions
 router_added_p50_ms   (row `router`) latency through the router minus latency of the engine itself, same call,
 alternating
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import platform
 import statistics
@@ -47,7 +48,8 @@ from gyre_backend.models import tiny_dir
 from tests.service.runner import TOKEN, Runner, backend
 
 GROUP_SIZE, GROUPS, SLOTS, STALENESS = 4, 4, 6, 1
-MEDIAN_WAIT_S, SIGMA, CALLS, REPLY = 0.25, 1.1, 4, 24
+ROUTER = ("recomputed_tokens", "migrated_tokens", "migrate_seconds", "migrations")
+MEDIAN_WAIT_S, SIGMA, CALLS, REPLY = 0.2, 1.1, 4, 16
 
 
 def grid(cells: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
@@ -120,7 +122,7 @@ def measures(run_dir: Path, prometheus: str, status: dict[str, Any]) -> dict[str
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     ends = [row["at"] for row in rows]
     counters = dict(line.split() for line in prometheus.splitlines() if line and not line.startswith("#"))
-    recomputed = float(counters.get("gyre_router_recomputed_tokens", 0)) / len(rows)
+    router = {name: float(counters.get(f"gyre_router_{name}", 0)) for name in ROUTER}
     moves = {
         name: [e["seconds"] for e in events if e["event"] == name]
         for name in ("rollout to training", "training to rollout")
@@ -131,7 +133,9 @@ def measures(run_dir: Path, prometheus: str, status: dict[str, Any]) -> dict[str
         "move_to_training_s": _mean(moves["rollout to training"]),
         "move_to_rollout_s": _mean(moves["training to rollout"]),
         "moves": sum(len(values) for values in moves.values()),
-        "recomputed_tokens": recomputed,
+        "recomputed_tokens": router["recomputed_tokens"] / len(rows),
+        "migrated_tokens": router["migrated_tokens"] / len(rows),
+        "migrate_ms": 1e3 * router["migrate_seconds"] / max(1.0, router["migrations"]),
         "staleness": _mean([row["staleness"] for row in rows]),
         "staleness_max": max(row["staleness_max"] for row in rows),
     }
@@ -179,34 +183,79 @@ async def router_latency(model: Path, folder: Path, calls: int) -> float:
     return 1e3 * (routed - straight)
 
 
-async def benchmark(quick: bool, seeds: int, cells: int, steps: int) -> list[dict[str, Any]]:
-    """All rows."""
-    with tempfile.TemporaryDirectory(prefix="gyre-elastic-") as scratch:
-        root = Path(scratch)
-        model = tiny_dir(root / "tiny", hidden=64, layers=2)
-        results: dict[str, list[dict[str, Any]]] = {}
-        chosen: dict[str, dict[str, Any]] = {}
-        number = 0
+class Book:
+    """Runs that were made, one JSON line each: a benchmark that was cut into pieces goes on where it was."""
 
-        async def once(preset: str, options: dict[str, Any], seed: int, migration: str = "prefill") -> dict[str, Any]:
-            nonlocal number
-            number += 1
+    def __init__(self, path: Path | None, budget_s: float) -> None:
+        self._path = path
+        self._deadline = time.monotonic() + budget_s
+        self._rows: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self._rows = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def find(self, setting: Setting) -> dict[str, Any] | None:
+        """What that run measured, if it was made."""
+        key = dataclasses.asdict(setting)
+        return next((row["found"] for row in self._rows if row["setting"] == key), None)
+
+    def keep(self, setting: Setting, found: dict[str, Any]) -> None:
+        """On disk at once."""
+        self._rows.append({"setting": dataclasses.asdict(setting), "found": found})
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(self._rows[-1]) + "\n")
+
+    @property
+    def over(self) -> bool:
+        """Whether the time for new runs is up."""
+        return time.monotonic() >= self._deadline
+
+
+class OutOfTime(Exception):
+    """The rest is for the next piece."""
+
+
+async def benchmark(chosen: argparse.Namespace, book: Book, root: Path) -> list[dict[str, Any]]:
+    """All rows of the seeds that every scheduler has run. Raises OutOfTime when there is none yet."""
+    cells, steps, quick = chosen.cells, chosen.steps, chosen.quick
+    model = tiny_dir(root / "tiny", hidden=64, layers=2)
+
+    async def once(preset: str, options: dict[str, Any], seed: int, migration: str = "prefill") -> dict[str, Any]:
+        setting = Setting(preset, options, seed, steps, cells, migration)
+        found = book.find(setting)
+        if found is None:
+            if book.over:
+                raise OutOfTime
             begun = time.monotonic()
-            found = await run(Setting(preset, options, seed, steps, cells, migration), model, root / f"run{number:03d}")
+            found = await run(setting, model, Path(tempfile.mkdtemp(dir=root)) / "run")
+            book.keep(setting, found)
             print(f"{preset:12} {options} seed {seed} {migration}: {found['step_s']:.2f} s/step "
                   f"({time.monotonic() - begun:.0f} s)", file=sys.stderr)  # fmt: skip
-            return found
+        return found
 
+    results: dict[str, list[dict[str, Any]]] = {}
+    best: dict[str, dict[str, Any]] = {}
+    extra: dict[str, float] = {}
+    try:
         for preset, settings in grid(cells, quick).items():
             tried = [(await once(preset, options, 0), options) for options in settings]
-            first, chosen[preset] = min(tried, key=lambda pair: pair[0]["step_s"])
-            results[preset] = [first] + [await once(preset, chosen[preset], seed) for seed in range(1, seeds)]
+            first, best[preset] = min(tried, key=lambda pair: pair[0]["step_s"])
+            results[preset] = [first]
         migrated = await once("gyre", {}, 0, "embedded")
-        rows = [row(name, found, results["gyre"], chosen[name]) for name, found in results.items()]
-        rows[0]["recomputed_tokens_migrated"] = migrated["recomputed_tokens"]
+        extra = {name: migrated[name] for name in ("recomputed_tokens", "migrated_tokens", "migrate_ms")}
+        for seed in range(1, chosen.seeds):  # seed by seed, so that a piece leaves whole seeds behind
+            for preset in results:
+                results[preset].append(await once(preset, best[preset], seed))
+    except OutOfTime:
+        if len(results) < len(grid(cells, quick)):
+            raise
+    whole = min(len(found) for found in results.values())
+    rows = [row(name, found[:whole], results["gyre"][:whole], best[name]) for name, found in results.items()]
+    rows[0].update({f"{name}_migrated": value for name, value in extra.items()})
+    if not book.over:
         added = await router_latency(model, root / "router", 50 if quick else 300)
         rows.append({"rival": "router", "router_added_p50_ms": added})
-        return rows
+    return rows
 
 
 def row(name: str, found: list[dict[str, Any]], gyre: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
@@ -240,18 +289,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, one setting per scheduler, few steps")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--runs", type=Path, help="keep every run here, and do not repeat those that are in it: for pieces"
+    )
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new run is started")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cells", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     chosen = parser.parse_args()
-    seeds, steps = (1, 3) if chosen.quick else (chosen.seeds, chosen.steps)
-    rows = asyncio.run(benchmark(chosen.quick, seeds, chosen.cells, steps))
+    if chosen.quick:
+        chosen.seeds, chosen.steps = 1, 3
+    with tempfile.TemporaryDirectory(prefix="gyre-elastic-") as scratch:
+        try:
+            rows = asyncio.run(benchmark(chosen, Book(chosen.runs, chosen.budget), Path(scratch)))
+        except OutOfTime:
+            print("not every scheduler has run yet: go on with the same --runs", file=sys.stderr)
+            return
     for entry in rows:
         with contextlib.suppress(KeyError):
             print(f"{entry['rival']:12} gyre_over {entry['gyre_over']:.3f} [{entry['gyre_over_low']:.3f}, {entry['gyre_over_high']:.3f}]"
                   f"  {entry['step_s']:.2f} s/step  staleness {entry['staleness']:.2f}  idle {entry['idle_share']}")  # fmt: skip
     meta = {
-        "quick": chosen.quick, "cells": chosen.cells, "steps": steps, "slots": SLOTS, "groups_per_step": GROUPS,
+        "quick": chosen.quick, "cells": chosen.cells, "steps": chosen.steps, "slots": SLOTS, "groups_per_step": GROUPS,
         "group_size": GROUP_SIZE, "max_staleness": STALENESS, "wait_median_s": MEDIAN_WAIT_S, "wait_sigma": SIGMA,
         "machine": platform.processor() or platform.machine(), "python": platform.python_version(),
     }  # fmt: skip
