@@ -40,11 +40,13 @@ class EngineRun:
         config: GatewayConfig,
         stop_ids: Sequence[int] = (),
         on_tokens: Callable[[LiveCall], None] = lambda call: None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._config = config
         self._stop_ids = frozenset(stop_ids)
         self._on_tokens = on_tokens
+        self._now = now
 
     async def run(self, call: LiveCall, execution: str) -> Finished:
         """Raises EngineError when the engine refuses, or keeps failing."""
@@ -108,7 +110,7 @@ class EngineRun:
             async for event in self._client.generate(request):
                 if isinstance(event, Chunk):
                     if call.first_token_at is None and len(event.output_ids):
-                        call.first_token_at = time.time()
+                        call.first_token_at = self._now()
                     call.sampled.add(event.output_ids, event.logprobs, event.version)
                     self._on_tokens(call)
                     call.tell()
@@ -137,7 +139,7 @@ class EngineRun:
                 raise EngineError("the engine's streamed tokens differ from its completion: not recorded")
         call.sampled.add(completion.output_ids[streamed:], completion.logprobs[streamed:])
         if call.first_token_at is None and call.sampled.size:
-            call.first_token_at = time.time()
+            call.first_token_at = self._now()
         if len(completion.output_ids) != len(completion.logprobs):
             raise EngineError(
                 f"the engine sent {len(completion.output_ids)} tokens with {len(completion.logprobs)} logprobs"

@@ -25,7 +25,7 @@ def due(call: LiveCall, every_s: float | None) -> bool:
     return every_s is not None and call.sampled.size > call.kept and time.monotonic() - call.kept_at >= every_s
 
 
-def partial_of(call: LiveCall) -> Partial | None:
+def partial_of(call: LiveCall, at: float) -> Partial | None:
     """The tokens that no earlier record of the call holds; they count as kept from now on."""
     start, sampled = call.kept, call.sampled
     call.kept, call.kept_at = sampled.size, time.monotonic()
@@ -34,7 +34,7 @@ def partial_of(call: LiveCall) -> Partial | None:
     spans = sampled.spans(call.version_hint)
     return Partial(
         call=call.number,
-        at=time.time(),
+        at=at,
         start=start,
         ids=pack_ids(sampled.all_ids()[start:]),
         logprobs=pack_floats(sampled.all_logprobs()[start:]),

@@ -253,7 +253,7 @@ def text_of(content: object, where: str, allowed: Mapping[str, str] = {"text": "
             texts.append(block)
             continue
         kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
-        if kind not in allowed:
+        if not isinstance(kind, str) or kind not in allowed:
             raise RequestError(f"{where}: {kind!r} blocks are not supported; only text is", code="unsupported_content")
         text = block.get(allowed[kind])
         if not isinstance(text, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +11,7 @@ import anyio.to_thread
 import msgspec
 
 from gyre_sdk.capture.canonical import Canon
+from gyre_sdk.capture.clock import Clock
 from gyre_sdk.capture.config import GatewayConfig, Limits
 from gyre_sdk.capture.contexts import Contexts, Conversation, Match
 from gyre_sdk.capture.engine_run import EngineRun, Finished
@@ -83,6 +83,8 @@ class Recorder:
         self.scopes = Scopes()
         self.waiting = Waiting(config.orphan_grace_s, self._abandon)
         self.next_call = 0
+        self.now = Clock()
+        self._seal_seq: int | None = None
         self._wal = wal
         self._client = client
         self._info = info
@@ -141,7 +143,7 @@ class Recorder:
             self._keep_now(call)
 
     def _keep_now(self, call: LiveCall) -> None:
-        partial = partial_of(call)
+        partial = partial_of(call, self.now())
         if partial is not None:
             self.write(partial)
 
@@ -162,7 +164,7 @@ class Recorder:
         """Write the intent, durably, and know the prompt from now on."""
         number = self.next_call
         self.next_call += 1
-        at = time.time()
+        at = self.now()
         base_call, base_len = self._base_of(prompt)
         sampling = self._sampling(request, len(prompt.ids), number)
         new_digests = read.parts[len(read.parts) - len(prompt.new) :]
@@ -202,7 +204,7 @@ class Recorder:
         try:
             await self.durable(seq)
         except GyreError as error:
-            self._drop(call, error)
+            self._fail(call, error)
             raise
         return call
 
@@ -243,7 +245,7 @@ class Recorder:
         try:
             if call.first_attempt:
                 await self._client.abort(call.rid)  # what an earlier process asked for
-            run = EngineRun(self._client, self.config, self.renderer.stop_ids, self._keep)
+            run = EngineRun(self._client, self.config, self.renderer.stop_ids, self._keep, self.now)
             completion = await run.run(call, self.execution)
             await self._commit(call, completion)
         except GyreError as error:
@@ -281,7 +283,7 @@ class Recorder:
         seq = self.write(
             Result(
                 call=call.number,
-                at=time.time(),
+                at=self.now(),
                 ids=pack_ids(ids),
                 logprobs=pack_floats(call.sampled.all_logprobs()),
                 versions=tuple(merged(call.sampled.versions)),
@@ -335,7 +337,7 @@ class Recorder:
                 self.write(
                     Failed(
                         call=call.number,
-                        at=time.time(),
+                        at=self.now(),
                         error=f"{type(error).__name__}: {error}",
                         ids=pack_ids(sampled.all_ids()),
                         logprobs=pack_floats(sampled.all_logprobs()),
@@ -365,12 +367,12 @@ class Recorder:
             return
         if complete:
             call.delivered = True
-            self.write(Delivered(call=call.number, at=time.time(), complete=True))
+            self.write(Delivered(call=call.number, at=self.now(), complete=True))
             self.contexts.calls[call.number].delivered = True
             self._leave(call)
         elif call.consumers == 0:
             if call.reply is not None:
-                self.write(Delivered(call=call.number, at=time.time(), complete=False))
+                self.write(Delivered(call=call.number, at=self.now(), complete=False))
                 self._bound_undelivered()
             else:
                 self.waiting.left(call)
@@ -395,6 +397,7 @@ class Recorder:
         if self.sealed is not None:
             if self.sealed != outcome:
                 raise RequestError(f"execution {self.execution} is sealed already, with another outcome", status=409)
+            await self._finish_seal(outcome)
             return
         # As a reader of the log will see it: whole numbers given as rewards or metrics become floats.
         outcome = msgspec.convert(msgspec.to_builtins(outcome), Outcome)
@@ -402,12 +405,17 @@ class Recorder:
         await self.stop()
         for call in list(self.live.values()):
             if call.reply is not None and not call.delivered:
-                self.write(Delivered(call=call.number, at=time.time(), complete=False))
+                self.write(Delivered(call=call.number, at=self.now(), complete=False))
             if call.interrupted:
                 self._fail(call, SealedError("interrupted by a restart, and nobody came back for the reply"))
             self._leave(call)
-        seq = self.write(Sealed(at=time.time(), outcome=outcome))
-        await self.durable(seq)
+        await self._finish_seal(outcome)
+
+    async def _finish_seal(self, outcome: Outcome) -> None:
+        """Again when it failed before: on a full disk, say."""
+        if self._seal_seq is None:
+            self._seal_seq = self.write(Sealed(at=self.now(), outcome=outcome))
+        await self.durable(self._seal_seq)
         await self._wal.close()
 
     async def stop(self) -> None:
@@ -428,7 +436,7 @@ class Recorder:
     def note(self, name: str, **data: str | float | int | bool) -> None:
         """Put something on the execution's timeline."""
         if self.sealed is None:
-            self.write(Event(name=name, at=time.time(), data=data))
+            self.write(Event(name=name, at=self.now(), data=data))
 
     # -- checks ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gyre_sdk.capture.clock import Clock
 from gyre_sdk.capture.contexts import Point
 from gyre_sdk.capture.interrupted import ATTEMPTS_PER_LIFE, lives, revived
 from gyre_sdk.capture.live import LiveCall
@@ -32,6 +33,7 @@ class Recovery:
 
         Returns the numbers of the latter. Raises CorruptRecordError for a log of another program.
         """
+        self._recorder.now = Clock(max((getattr(record, "at", 0.0) for record in records), default=0.0))
         links = [record for record in records if isinstance(record, Link)]
         labels = {record.call: record.role for record in records if isinstance(record, Labelled)}
         for record in records:

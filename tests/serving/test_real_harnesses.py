@@ -61,7 +61,7 @@ async def kill_in_mid_reply(engine: ScriptedEngine, gateway: GatewayProcess, kil
                 break
 
 
-@pytest.mark.parametrize("name", ["mini-swe-agent", "claude-code", "codex", "qwen-code"])
+@pytest.mark.parametrize("name", ["mini-swe-agent", "claude-code", "codex"])
 async def test_it_works_on_while_the_gateway_is_killed(tmp_path: Path, name: str) -> None:
     cli: Cli = CLIS[name]
     tiny_model_dir(tmp_path / "model", template=None, special=SPECIAL, added=ADDED)
