@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from gyre_sdk.environments.sandbox import Limits, Network, Sandbox, journal
 from gyre_sdk.environments.sandbox.base import PRIVATE, PrivateMount
+from gyre_sdk.environments.sandbox.keeper import processes
 from gyre_sdk.errors import SandboxError
 
 from .conftest import SMALL, Maker
@@ -349,3 +352,27 @@ async def test_output_is_bounded(isolating: str, started: Maker) -> None:
 async def test_localhost_has_a_name(isolating: str, started: Maker) -> None:
     sandbox = await started(isolating)
     assert (await sandbox.exec("getent hosts localhost")).rc == 0
+
+
+async def test_without_its_spawner_a_sandbox_goes_on_and_its_limits_hold(isolating: str, started: Maker) -> None:
+    """The process that forks commands inside the control groups may be killed for memory with the rest."""
+    sandbox = await started(isolating, limits=Limits(memory_mb=128, pids=64, disk_mb=32))
+    entry = json.loads((sandbox.folder / "journal.json").read_text())  # type: ignore[attr-defined]
+    init, box = (int(pid) for pid in entry["pids"] if int(pid) != entry["owner"])
+    helpers = [pid for pid in processes.children_of(box) if pid != init and not processes.children_of(pid)]
+    assert len(helpers) == 1
+    os.kill(helpers[0], signal.SIGKILL)
+    assert (await sandbox.exec("echo on")).stdout == "on\n"
+    if sandbox.capabilities.memory_limit:
+        assert (await sandbox.exec("exec python3 -c 'x = b\"a\" * (300 << 20)'")).rc == -9
+    assert (await sandbox.exec("echo still")).stdout == "still\n"
+
+
+async def test_a_command_runs_where_no_process_can_be_made(isolating: str, started: Maker) -> None:
+    sandbox = await started(isolating, limits=Limits(memory_mb=256, pids=24, disk_mb=64))
+    if not sandbox.capabilities.pids_limit:
+        pytest.skip("no pids controller can be used here")
+    await sandbox.exec("for i in $(seq 40); do setsid sleep 300 & done 2>/dev/null; sleep 0.2", timeout=5)
+    assert (await sandbox.exec("echo there")).stdout == "there\n"
+    await sandbox.kill_all()
+    assert (await sandbox.exec("echo $(echo free)")).stdout == "free\n"

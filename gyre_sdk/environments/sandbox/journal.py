@@ -82,10 +82,8 @@ def forget(folder: Path) -> None:
 
 def _write(folder: Path, entry: dict[str, Any]) -> None:
     temporary = folder / (_FILE + ".new")
-    with temporary.open("w") as file:
-        file.write(json.dumps(entry))
-        file.flush()
-        os.fsync(file.fileno())
+    # Not forced to disk: a killed runner leaves its writes, and after a crash of the machine nothing that they name is left.
+    temporary.write_text(json.dumps(entry))
     temporary.replace(folder / _FILE)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from . import cgroups, channel, inits, kernel, processes
 from .child import Namespaces, run_child
+from .spawner import Spawner
+from .spawner import usable as spawner_usable
 
 Message = dict[str, Any]
 
@@ -33,6 +35,7 @@ class Box:
         self.keep_layer: str | None = None
         self.base = "/"
         self.init: inits.Init | None = None
+        self.spawner: Spawner | None = None
         self.namespaces: Namespaces | None = None
         self.children: dict[int, int] = {}  # pid -> id of the request
         self.with_private: set[int] = set()  # pids of commands that were shown private folders
@@ -92,12 +95,16 @@ class Box:
         self.groups = cgroups.create(self.folder.name, **message["limits"])
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
+        if spawner_usable():
+            self.spawner = Spawner(self.groups, self._child, self._enter)  # joins the groups while we make mounts
         root = inits.mount_root(self.folder, message)
         self.keep_layer = message.get("keep_layer")
         self.base = message["base"]
-        self.init = inits.start(message["backend"], root, network=message["network"], groups=self.groups)
-        self.namespaces = Namespaces.of(self.init.pid, own_network=message["network"] == "own")
-        kernel.setns(self.namespaces.pid, kernel.CLONE_NEWPID)
+        self.init = inits.start(message["backend"], root, network=message["network"], spawn=self._spawn)
+        opened = Namespaces.of(self.init.pid, own_network=message["network"] == "own")
+        if self.spawner is not None:
+            self.spawner.enter(opened.descriptors())
+        self._enter(opened.descriptors())
         self._reply(message["id"], pid=self.init.pid, keeper=os.getpid(), groups=self.groups)
 
     def do_run(self, message: Message, fds: list[int]) -> None:
@@ -114,19 +121,64 @@ class Box:
         for key in ("target", "source"):
             if str(message.get(key, "")).startswith("private:"):
                 message = {**message, key: str(self._private(message[key][8:])), "outside": True}
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        message = {**message, "trees": [(target, read_only) for _, target, read_only in trees]}
+        descriptors = [*fds, *(tree for tree, _, _ in trees)]
+        limited = message["what"] in ("exec", "put") and not message.get("outside")
         try:
-            pid = os.fork()
-            if pid == 0:
-                run_child(message, fds, self.namespaces, self.groups, trees, self.connection)
+            pid = self._spawn(message, descriptors) if limited else self._fork(message, descriptors, [])
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for tree, _, _ in trees:
                 os.close(tree)
         self.children[pid] = message["id"]
         if trees:
             self.with_private.add(pid)
         self._reply(message["id"], started=pid)
+
+    # Children -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, message: Message, fds: list[int]) -> int:
+        """A child in the sandbox's control groups: born there, or, when the spawner can't any more, made to join them."""
+        if self.spawner is not None:
+            pid = self.spawner.spawn(message, fds)
+            if pid is not None:
+                return pid
+            self.spawner = None
+            self._kill_unknown()
+        return self._fork(message, fds, self.groups)
+
+    def _fork(self, message: Message, fds: list[int], groups: list[str]) -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._child(message, fds, groups)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return pid
+
+    def _child(self, message: Message, fds: list[int], groups: list[str] | None = None) -> None:
+        """What a child does. Never returns."""
+        if message["what"] == "init":
+            cgroups.join(groups or [])
+            inits.become(message, fds)
+        if self.namespaces is None:
+            os._exit(1)
+        trees = message["trees"]
+        mine = len(fds) - len(trees)
+        shown = [(fd, target, read_only) for fd, (target, read_only) in zip(fds[mine:], trees, strict=True)]
+        run_child(message, fds[:mine], self.namespaces, groups or [], shown, self.connection)
+
+    def _enter(self, fds: list[int]) -> None:
+        """Children belong to the sandbox's process namespace from here on."""
+        self.namespaces = Namespaces(*fds)
+        kernel.setns(self.namespaces.pid, kernel.CLONE_NEWPID)
+
+    def _kill_unknown(self) -> None:
+        """A spawner that failed may have made a child of ours that it did not tell of."""
+        known = {*self.children, self.init.waited if self.init is not None else 0}
+        for pid in processes.children_of(os.getpid()) - known:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _private(self, name: str) -> Path:
         """A folder in memory, of limited size, that nothing inside sees. What a command writes there counts to the memory limit."""
@@ -191,6 +243,9 @@ class Box:
 
         `keep`: where the image with the top layer goes instead of being removed.
         """
+        if self.spawner is not None:
+            self.spawner.close()
+            self.spawner = None
         if self.init is not None:
             self.init.kill(self._reap)
         if self.namespaces is not None:

@@ -28,13 +28,17 @@ class Namespaces:
     pid: int
     ipc: int
     uts: int
-    net: int
+    net: int = -1
 
     @classmethod
     def of(cls, pid: int, *, own_network: bool) -> Namespaces:
         """Those of a running init."""
         opened = {name: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("mnt", "pid", "ipc", "uts")}
         return cls(**opened, net=os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) if own_network else -1)
+
+    def descriptors(self) -> list[int]:
+        """All of them, in the order of the fields."""
+        return [self.mnt, self.pid, self.ipc, self.uts, *([self.net] if self.net >= 0 else [])]
 
     def enter(self) -> None:
         """Move the calling process in; root and working directory become the sandbox's."""
@@ -57,7 +61,7 @@ def run_child(
     trees: list[tuple[int, str, bool]],
     connection: socket.socket,
 ) -> None:
-    """Do what `message['what']` says. The exit code is the answer; words for people go to the request's stderr."""
+    """Do what `message['what']` says, after joining `groups`. The exit code is the answer; words for people go to the request's stderr."""
     code = _FAILED
     error_fd = fds[-1] if fds else 2
     try:
@@ -66,8 +70,7 @@ def run_child(
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setsid()
-        if message["what"] in ("exec", "put") and not message.get("outside"):
-            cgroups.join(groups)
+        cgroups.join(groups)
         planted = scrub.find(message["upper"], message["base"]) if message["what"] == "scrub" else []
         if not message.get("outside"):
             namespaces.enter()

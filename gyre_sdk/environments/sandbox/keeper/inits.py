@@ -6,17 +6,17 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cgroups, kernel
+from . import kernel
 from .loop import mount_image
 
-_START_PATIENCE_S = 20.0
+Spawn = Callable[[dict[str, Any], list[int]], int]
+"""Forks a child that does a message, and returns its pid."""
 _SHM_MB = 64
 _PRIVATE_MB = 1024
 _BALLAST_MB = 32
@@ -32,8 +32,8 @@ class Init:
 
     pid: int
     waited: int
-    holds: object = None
-    """What must stay open as long as it lives."""
+    holds: int = -1
+    """A descriptor that must stay open as long as it lives."""
     ended: bool = False
 
     def alive(self) -> bool:
@@ -56,6 +56,9 @@ class Init:
             time.sleep(0.0005)
         reap()
         self.ended = True
+        if self.holds >= 0:
+            os.close(self.holds)
+            self.holds = -1
 
 
 def _is_zombie(pid: int) -> bool:
@@ -164,36 +167,41 @@ def unmount_root(folder: Path) -> None:
                 kernel.unmount(target)
 
 
-def start(backend: str, root: str, *, network: str, groups: list[str]) -> Init:
-    """Start the init: 'bwrap' by bubblewrap, 'unshare' by the system calls themselves. `network`: 'own' or 'host'."""
-    if backend == "bwrap":
-        return _start_bwrap(root, network, groups)
-    return _start_unshare(root, network, groups)
+def start(backend: str, root: str, *, network: str, spawn: Spawn) -> Init:
+    """Start the init: 'bwrap' by bubblewrap, 'unshare' by the system calls themselves. `network`: 'own' or 'host'.
+
+    `spawn` forks a child of ours, in the sandbox's control groups, that calls `become` with its message.
+    """
+    message = {"what": "init", "backend": backend, "root": root, "network": network}
+    return _start_bwrap(message, spawn) if backend == "bwrap" else _start_unshare(message, spawn)
+
+
+def become(message: dict[str, Any], fds: list[int]) -> None:
+    """In the child: be the init, or its parent. Never returns."""
+    try:
+        if message["backend"] == "bwrap":
+            for number, fd in enumerate(fds[:3]):
+                os.dup2(fd, number)
+            os.set_inheritable(fds[3], True)
+            argv = _bwrap_argv(message["root"], message["network"], fds[3])
+            os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
+        _make_namespaces(message["root"], message["network"], fds[0])
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        os._exit(127)
 
 
 _BWRAP_INIT = """trap '' TERM INT HUP; echo up; exec >/dev/null 2>&1; while read -r line; do :; done"""
 """Reads a pipe that nobody writes to: no process of its own that could be killed. Bash, since it reaps orphans while it reads."""
 
 
-def _start_bwrap(root: str, network: str, groups: list[str]) -> Init:
-    status_read, status_write = os.pipe()
-    argv = [
-        "bwrap",
-        "--bind",
-        root,
-        "/",
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--unshare-uts",
-    ]
+def _bwrap_argv(root: str, network: str, status: int) -> list[str]:
+    argv = ["bwrap", "--bind", root, "/", "--dev", "/dev", "--proc", "/proc"]
+    argv += ["--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     argv += ["--perms", "1777", "--size", str(_SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    for name in (
-        _PROC_READ_ONLY
-    ):  # bubblewrap leaves /proc/sys writable for root: it asks access(2), which says no for that folder
+    # bubblewrap leaves /proc/sys writable for root: it asks access(2), which says no for that folder
+    for name in _PROC_READ_ONLY:
         argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     for name in _PROC_HIDDEN:
         if os.path.exists(f"/proc/{name}"):
@@ -201,54 +209,34 @@ def _start_bwrap(root: str, network: str, groups: list[str]) -> Init:
     argv += ["--unshare-net"] if network == "own" else []
     argv += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1"]
     # A capability that nothing else in there has: so no process of the sandbox may trace its init.
-    argv += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_NICE", "--json-status-fd", str(status_write)]
-    argv += ["/bin/bash", "-c", _BWRAP_INIT]
-    process = subprocess.Popen(
-        argv,
-        pass_fds=(status_write,),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
-        preexec_fn=lambda: cgroups.join(groups),
-    )
-    os.close(status_write)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with os.fdopen(status_read) as status, process.stdout, process.stderr:
+    argv += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_NICE", "--json-status-fd", str(status)]
+    return [*argv, "/bin/bash", "-c", _BWRAP_INIT]
+
+
+def _start_bwrap(message: dict[str, Any], spawn: Spawn) -> Init:
+    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]  # stdin, stdout, stderr, status
+    (in_read, in_write), (out_read, out_write), (err_read, err_write), (status_read, status_write) = pipes
+    handed = [in_read, out_write, err_write, status_write]
+    pid = spawn(message, handed)
+    for fd in handed:
+        os.close(fd)
+    with open(status_read) as status, open(out_read, "rb") as said, open(err_read, "rb") as complained:
         line = status.readline()  # a whole line: the JSON comes in pieces
-        up = process.stdout.readline()  # the pid is told before the root is in place
+        up = said.readline()  # the pid is told before the root is in place
         if not line or up != b"up\n":
-            problem = process.stderr.read().decode(errors="replace").strip()
-            process.kill()
-            process.wait()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(in_write)
+            problem = complained.read().decode(errors="replace").strip()
             raise OSError(f"bwrap did not start: {problem or 'no message'}")
-        pid = json.loads(line)["child-pid"]
-    return Init(pid=pid, waited=process.pid, holds=process)
+    return Init(pid=json.loads(line)["child-pid"], waited=pid, holds=in_write)
 
 
-def _start_unshare(root: str, network: str, groups: list[str]) -> Init:
-    """Two forks: the first makes the namespaces and waits, the second is process 1 in them."""
-    told_read, told_write = os.pipe()
-    outer = os.fork()
-    if outer == 0:
-        try:
-            kernel.die_with_parent(signal.SIGKILL)
-            cgroups.join(groups)
-            flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-            kernel.unshare(flags | (kernel.CLONE_NEWNET if network == "own" else 0))
-            inner = os.fork()
-            if inner == 0:
-                _be_init(root, network, told_write)
-            os.write(told_write, f"{inner}\n".encode())
-            os.close(told_write)
-            os.waitpid(inner, 0)
-        except OSError as error:
-            os.write(told_write, f"error {error}\n".encode())
-        finally:
-            os._exit(0)
+def _start_unshare(message: dict[str, Any], spawn: Spawn) -> Init:
+    told_read, told_write = os.pipe2(os.O_CLOEXEC)
+    outer = spawn(message, [told_write])
     os.close(told_write)
-    with os.fdopen(told_read) as told:
+    with open(told_read) as told:
         lines = [told.readline().strip(), told.readline().strip()]
     problem = next((line for line in lines if line.startswith("error") or not line), None)
     if problem is not None:
@@ -256,6 +244,24 @@ def _start_unshare(root: str, network: str, groups: list[str]) -> Init:
         os.waitpid(outer, 0)
         raise OSError(f"namespaces could not be made: {problem.removeprefix('error ') or 'the init ended'}")
     return Init(pid=int(next(line for line in lines if line != "up")), waited=outer)
+
+
+def _make_namespaces(root: str, network: str, told: int) -> None:
+    """Two processes: this one makes the namespaces and waits, the one it forks is process 1 in them. Never returns."""
+    try:
+        kernel.die_with_parent(signal.SIGKILL)
+        flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+        kernel.unshare(flags | (kernel.CLONE_NEWNET if network == "own" else 0))
+        inner = os.fork()
+        if inner == 0:
+            _be_init(root, network, told)
+        os.write(told, f"{inner}\n".encode())
+        os.close(told)
+        os.waitpid(inner, 0)
+    except OSError as error:
+        os.write(told, f"error {error}\n".encode())
+    finally:
+        os._exit(0)
 
 
 def _be_init(root: str, network: str, told: int) -> None:

@@ -27,6 +27,11 @@ def _all() -> dict[int, tuple[int, int]]:
     return found
 
 
+def children_of(parent: int) -> set[int]:
+    """Live processes whose parent it is."""
+    return {pid for pid, (ppid, _) in _all().items() if ppid == parent}
+
+
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
