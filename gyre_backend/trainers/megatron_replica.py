@@ -85,7 +85,6 @@ class Replica:
             torch.cuda.set_device(self.device)
         else:
             keep_freed_memory()
-        else:
             cpu_shims.install()
         self._shared: dict[str, SharedTensors] = {}
         self._join()
