@@ -23,8 +23,8 @@ from gyre_backend.errors import TrainingError
 from gyre_backend.trainers import cpu_shims, megatron_weights
 from gyre_backend.trainers.base import TrainerConfig
 from gyre_backend.trainers.megatron_layout import Shape, padded_vocab
-from gyre_backend.trainers.ranked import DTYPES
 from gyre_backend.trainers.memory import keep_freed_memory
+from gyre_backend.trainers.ranked import DTYPES
 from gyre_backend.trainers.ranks import Edges, Shared, SharedTensors, edges_of, peak_memory
 from gyre_backend.tree.plan import TreePlan, plan_from_bytes
 
