@@ -93,7 +93,9 @@ class Driver:
     async def run(self) -> str:
         """Until the last step, or `stop`. Returns why it ended. Raises what can't be recovered from."""
         run = self.run_state
-        await self._restore(await run.ingest.resume())
+        # Trained and dropped groups stay on disk: a long run's history is not read again at every start.
+        needed = {e for row in run.ledger.groups("dispatched", "ready", "assigned") for e in row.executions}
+        await self._restore(await run.ingest.resume(needed.__contains__))
         self._spawn(self._run_lane())
         await run.orders.registered.wait()
         self.post(s.Tick(run.now()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from gyre_sdk.errors import CorruptRecordError, StorageError
+from gyre_sdk.errors import ConfigError, CorruptRecordError, StorageError
 from gyre_sdk.wire import frame_bytes, next_frame
 
 JOURNAL_BYTES = 64 * 2**20
@@ -207,7 +208,16 @@ class _Journal:
             data = b"".join(self._frame(item) for item in rounds)
             if self._file < 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    # Another process in the same folder was first: each log is synced by itself then.
+                    os.close(file)
+                    self._usable = False
+                    return False
+                self._file = file
+                os.ftruncate(self._file, 0)
                 sync_folder(self.folder)
             write_at(self._file, self._end, data)
             os.fdatasync(self._file)
@@ -271,38 +281,50 @@ def recover(journal: Path) -> int:
     """Complete the log files from a journal that a crash left, then remove it. Returns how many entries were
     played.
 
-    Raises StorageError when a file can't be written.
+    Raises StorageError when a file can't be written, ConfigError when a living process uses the journal.
     """
     if not journal.exists():
         return 0
-    folder = journal.parent.resolve()
-    data = journal.read_bytes()
-    played, offset, touched = 0, 0, set[Path]()
     try:
-        while True:
-            try:
-                frame = next_frame(data, offset)
-            except CorruptRecordError:
-                break  # the end of what was synced
-            if frame is None:
-                break
-            offset = frame.end
-            entry = msgspec.msgpack.decode(frame.payload, type=_Entry)
-            target = (folder / entry.path).resolve()
-            if target.is_relative_to(folder):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _play(target, entry)
-                touched.add(target)
-                played += 1
-        for path in touched:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        journal.unlink()
+        with journal.open("r+b") as held:
+            _lock(journal, held.fileno())
+            return _replay(journal, held.read())
     except OSError as error:
         raise StorageError(f"{journal}: can't be played into the logs: {error.strerror or error}") from error
+
+
+def _lock(journal: Path, file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{journal.parent} is being recorded into by another process") from error
+
+
+def _replay(journal: Path, data: bytes) -> int:
+    folder = journal.parent.resolve()
+    played, offset, touched = 0, 0, set[Path]()
+    while True:
+        try:
+            frame = next_frame(data, offset)
+        except CorruptRecordError:
+            break  # the end of what was synced
+        if frame is None:
+            break
+        offset = frame.end
+        entry = msgspec.msgpack.decode(frame.payload, type=_Entry)
+        target = (folder / entry.path).resolve()
+        if target.is_relative_to(folder):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _play(target, entry)
+            touched.add(target)
+            played += 1
+    for path in touched:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    journal.unlink()
     return played
 
 

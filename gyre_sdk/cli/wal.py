@@ -10,6 +10,7 @@ import cyclopts
 import msgspec
 from rich.console import Console
 
+from gyre_sdk.capture.flusher import recover
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.wire import WalReader, repair, verify
 from gyre_sdk.wire.records import Failed, Intent, Result
@@ -26,6 +27,16 @@ def _logs(path: Path) -> Iterator[Path]:
     if not found:
         raise ConfigError(f"no WAL at {path}: give a wal.gyre, an execution's folder or a run's folder")
     yield from found
+
+
+def _play_journals(path: Path) -> Iterator[tuple[Path, int]]:
+    """After a crash of the machine the last records may be in the run's journal only: put them where they belong."""
+    folders = path.rglob("journal.gyre") if path.is_dir() else iter(())
+    above = [folder / "journal.gyre" for folder in path.resolve().parents[:3]]
+    for journal in {*folders, *(one for one in above if one.is_file())}:
+        played = recover(journal)
+        if played:
+            yield journal, played
 
 
 @app.command(name="verify")
@@ -48,7 +59,7 @@ def verify_command(path: Path) -> int:
 
 @app.command(name="repair")
 def repair_command(path: Path, *, cut_damage: bool = False) -> int:
-    """Cut a torn tail; what is cut is kept beside the log.
+    """Complete logs from the journal of a machine that crashed, then cut torn tails; what is cut is kept beside the log.
 
     Parameters
     ----------
@@ -58,6 +69,8 @@ def repair_command(path: Path, *, cut_damage: bool = False) -> int:
         Cut at damage in the middle too. Every record behind it is lost to Gyre (and kept in the file beside).
     """
     console = Console(highlight=False)
+    for journal, played in _play_journals(path):
+        console.print(f"{journal}: {played} entries written to their logs", soft_wrap=True, markup=False)
     for log in _logs(path):
         report = repair(log, cut_damage=cut_damage)
         word = (

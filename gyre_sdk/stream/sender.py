@@ -26,7 +26,11 @@ from gyre_sdk.wire import WalReader, payload_kind
 MAX_BODY_BYTES = 4 * 2**20
 MAX_WAIT_S = 5.0
 LINGER_S = 0.1
-"""Small news waits this long for company: a request costs more than many records."""
+"""Small news waits this long for company: a request costs more than many records ..."""
+SMALL_REQUESTS_PER_S = 50
+"""... and longer when many executions have some: about so many small requests are sent, whatever their number ..."""
+MAX_LINGER_S = 1.0
+"""... as long as no news waits longer than this."""
 EAGER_BYTES = 256 * 2**10
 """What is larger goes at once."""
 
@@ -148,7 +152,7 @@ class FrameSender:
             self._push(tail)
         elif not tail.lingering:
             tail.lingering = True
-            asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
+            asyncio.get_running_loop().call_later(self._linger_s(), self._push, tail)
 
     def resume(self, execution: str, log: Path, *, sealed: bool = False) -> None:
         """Send a log of an earlier process, as far as the backend lacks it; `sealed`: nothing will be added to it.
@@ -203,6 +207,9 @@ class FrameSender:
     # -- the workers
     # -------------------------------------------------------------------------------------------
 
+    def _linger_s(self) -> float:
+        return min(MAX_LINGER_S, max(LINGER_S, len(self._tails) / SMALL_REQUESTS_PER_S))
+
     def _settled(self, tail: _Tail) -> bool:
         return tail.error is not None or (tail.behind == 0 and tail.execution not in self._queued)
 
@@ -242,7 +249,7 @@ class FrameSender:
                 self._push(tail)
             elif tail.behind and not tail.lingering:
                 tail.lingering = True
-                asyncio.get_running_loop().call_later(LINGER_S, self._push, tail)
+                asyncio.get_running_loop().call_later(self._linger_s(), self._push, tail)
             elif tail.behind == 0 and tail.sealed:
                 self._tails.pop(tail.execution, None)
                 self._on_done(tail.execution)

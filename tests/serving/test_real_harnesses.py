@@ -122,7 +122,7 @@ async def test_it_works_on_while_the_gateway_is_killed(tmp_path: Path, name: str
     assert made.stdout == "hello", told
     assert restarts == 2, told
     assert resumed, told
-    print(told.splitlines()[0])  # noqa: T201
+    print(told.splitlines()[0])
     for number, call in graph.calls.items():
         if call.done:
             last = [entry for entry in engine.log if entry.rid.startswith(f"e{opened.execution}.c{number:06d}.")][-1]

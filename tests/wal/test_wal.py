@@ -252,6 +252,27 @@ async def test_the_journal_is_emptied_when_it_is_large(tmp_path: Path, monkeypat
             assert list(read_records(wal.path)) == [event(n, 200) for n in range(30)]
 
 
+async def test_two_processes_never_share_a_journal(tmp_path: Path) -> None:
+    """Whoever comes second is told, and the journal of the first stays as it is."""
+    with Flusher(tmp_path / "journal.gyre") as flusher:
+        early = Flusher(tmp_path / "journal.gyre")
+        wals = [Wal.create(tmp_path / str(i) / "wal.gyre", flusher) for i in range(4)]
+        await asyncio.gather(*(wal.write(event(n)) for n in range(5) for wal in wals))
+        held = (tmp_path / "journal.gyre").read_bytes()
+        assert held
+        with pytest.raises(ConfigError, match="another process"):
+            Flusher(tmp_path / "journal.gyre")
+        with pytest.raises(ConfigError, match="another process"):
+            recover(tmp_path / "journal.gyre")
+        others = [Wal.create(tmp_path / f"other{i}" / "wal.gyre", early) for i in range(4)]
+        await asyncio.gather(*(wal.write(event(n)) for n in range(5) for wal in others))
+        assert (tmp_path / "journal.gyre").read_bytes() == held
+        early.close()
+        for wal in (*wals, *others):
+            await wal.close()
+            assert list(read_records(wal.path)) == [event(n) for n in range(5)]
+
+
 CHILD = """
 import asyncio, sys
 from pathlib import Path
