@@ -5,28 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from gyre_sdk.environments.build import install_python, prepare, replay
 from gyre_sdk.environments.sandbox import choose
-from gyre_sdk.environments.sandbox.base import (
-    Capabilities,
-    ExecResult,
-    Limits,
-    Network,
-    PrivateMount,
-    Sandbox,
-    SandboxProcess,
-    SandboxSpec,
-)
+from gyre_sdk.environments.sandbox.base import ForwardingSandbox, Limits, Network, Sandbox, SandboxSpec
 from gyre_sdk.environments.task import Environment, Healthcheck, Task
 from gyre_sdk.errors import SandboxError, TaskError
 
 
-class TaskSandbox:
+class TaskSandbox(ForwardingSandbox):
     """A sandbox that knows its task. `start` chooses the backend, builds what must be built and waits until it is healthy."""
 
     def __init__(
@@ -67,11 +57,6 @@ class TaskSandbox:
         return self._inner
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Of the backend that was chosen."""
-        return self.inner.capabilities
-
-    @property
     def spec(self) -> SandboxSpec:
         """What it is made of."""
         return self._inner.spec if self._inner is not None else self._spec
@@ -108,59 +93,9 @@ class TaskSandbox:
             await wait_healthy(self._inner, environment.healthcheck)
 
     async def stop(self) -> None:
-        """See Sandbox.stop."""
+        """See Sandbox. Harmless before `start`."""
         if self._inner is not None:
             await self._inner.stop()
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        on_output: Callable[[str], None] | None = None,
-        private: Sequence[PrivateMount] = (),
-        trusted: bool = False,
-    ) -> ExecResult:
-        """See Sandbox.exec."""
-        return await self.inner.exec(
-            command, cwd=cwd, env=env, timeout=timeout, user=user, on_output=on_output, private=private, trusted=trusted
-        )
-
-    async def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
-        user: str | None = None,
-    ) -> SandboxProcess:
-        """See Sandbox.spawn."""
-        return await self.inner.spawn(argv, cwd=cwd, env=env, stdout=stdout, stderr=stderr, user=user)
-
-    async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
-        """See Sandbox.upload."""
-        await self.inner.upload(source, target, fresh=fresh)
-
-    async def download(self, source: str, target: Path, *, limit_mb: int = 1024) -> None:
-        """See Sandbox.download."""
-        await self.inner.download(source, target, limit_mb=limit_mb)
-
-    async def kill_all(self, *, keep_listening: bool = False) -> list[str]:
-        """See Sandbox.kill_all."""
-        return await self.inner.kill_all(keep_listening=keep_listening)
-
-    async def scrub(self) -> list[str]:
-        """See Sandbox.scrub."""
-        return await self.inner.scrub()
-
-    async def expose(self, port_outside: int) -> int:
-        """See Sandbox.expose."""
-        return await self.inner.expose(port_outside)
 
 
 async def wait_healthy(sandbox: Sandbox, check: Healthcheck) -> None:

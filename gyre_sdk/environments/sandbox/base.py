@@ -1,7 +1,8 @@
-"""The sandbox protocol and its data."""
+"""What a sandbox is, and its data."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,25 +116,45 @@ class PrivateMount:
     source: Path | None = None
 
 
-class Sandbox(Protocol):
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command, as backends get it. `cwd`, `user`: None for the sandbox's own."""
+
+    argv: tuple[str, ...]
+    cwd: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    timeout: float | None = None
+    on_output: Callable[[str], None] | None = None
+    private: tuple[PrivateMount, ...] = ()
+    trusted: bool = False
+
+
+class Sandbox(ABC):
     """A place to run untrusted commands. Every method but `stop` raises SandboxError when the sandbox is not running."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What is enforced here."""
 
     @property
-    def spec(self) -> SandboxSpec: ...
+    @abstractmethod
+    def spec(self) -> SandboxSpec:
+        """What it is made of."""
 
     @property
-    def backend(self) -> str: ...
+    @abstractmethod
+    def backend(self) -> str:
+        """Name of the backend."""
 
+    @abstractmethod
     async def start(self) -> None:
         """Start. On an error nothing is left behind."""
-        ...
 
+    @abstractmethod
     async def stop(self) -> None:
         """End every process, remove everything. Harmless when repeated or when `start` failed."""
-        ...
 
     async def exec(
         self,
@@ -151,7 +172,8 @@ class Sandbox(Protocol):
 
         `private` needs the capability private_mounts. `trusted` keeps the command's processes out of reach of the sandbox's others.
         """
-        ...
+        argv = ("/bin/bash", "-c", command)
+        return await self.run(Command(argv, cwd, env or {}, user, timeout, on_output, tuple(private), trusted))
 
     async def spawn(
         self,
@@ -164,19 +186,27 @@ class Sandbox(Protocol):
         user: str | None = None,
     ) -> SandboxProcess:
         """Start a long-running command; its output goes to the given files as it comes, up to a limit."""
-        ...
+        return await self.launch(Command(tuple(argv), cwd, env or {}, user), stdout, stderr)
 
+    @abstractmethod
+    async def run(self, command: Command) -> ExecResult:
+        """What `exec` does."""
+
+    @abstractmethod
+    async def launch(self, command: Command, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> SandboxProcess:
+        """What `spawn` does."""
+
+    @abstractmethod
     async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
         """Copy a file to the path `target`, or a folder's contents into the folder `target`. `fresh` empties it first."""
-        ...
 
+    @abstractmethod
     async def download(self, source: str, target: Path, *, limit_mb: int = 1024) -> None:
         """Copy a file to the path `target`, or a folder's contents into the folder `target`. Links never lead out of it."""
-        ...
 
+    @abstractmethod
     async def kill_all(self, *, keep_listening: bool = False) -> list[str]:
         """End every process in the sandbox; with `keep_listening` services with a listening socket stay (names returned)."""
-        ...
 
     async def scrub(self) -> list[str]:
         """Get ready to verify: remove what was planted inside to take over a verifier's interpreter or package installer (its paths
@@ -184,8 +214,64 @@ class Sandbox(Protocol):
 
         Nothing where the backend can't tell what was added since the start.
         """
-        ...
+        return []
 
+    @abstractmethod
     async def expose(self, port_outside: int) -> int:
         """A loopback port inside that leads to 127.0.0.1:`port_outside` here, whatever the network policy."""
-        ...
+
+
+class ForwardingSandbox(Sandbox):
+    """Another sandbox, under this one's name: everything but `start` goes to `inner`."""
+
+    @property
+    @abstractmethod
+    def inner(self) -> Sandbox:
+        """The real one. Raises SandboxError before `start`."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See Sandbox."""
+        return self.inner.capabilities
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """See Sandbox."""
+        return self.inner.spec
+
+    @property
+    def backend(self) -> str:
+        """See Sandbox."""
+        return self.inner.backend
+
+    async def stop(self) -> None:
+        """See Sandbox."""
+        await self.inner.stop()
+
+    async def run(self, command: Command) -> ExecResult:
+        """See Sandbox."""
+        return await self.inner.run(command)
+
+    async def launch(self, command: Command, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> SandboxProcess:
+        """See Sandbox."""
+        return await self.inner.launch(command, stdout, stderr)
+
+    async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
+        """See Sandbox."""
+        await self.inner.upload(source, target, fresh=fresh)
+
+    async def download(self, source: str, target: Path, *, limit_mb: int = 1024) -> None:
+        """See Sandbox."""
+        await self.inner.download(source, target, limit_mb=limit_mb)
+
+    async def kill_all(self, *, keep_listening: bool = False) -> list[str]:
+        """See Sandbox."""
+        return await self.inner.kill_all(keep_listening=keep_listening)
+
+    async def scrub(self) -> list[str]:
+        """See Sandbox."""
+        return await self.inner.scrub()
+
+    async def expose(self, port_outside: int) -> int:
+        """See Sandbox."""
+        return await self.inner.expose(port_outside)

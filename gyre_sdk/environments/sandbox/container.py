@@ -11,12 +11,12 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from gyre_sdk.environments.sandbox import archive, journal
-from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, Capabilities, ExecResult, PrivateMount, SandboxSpec
+from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
 from gyre_sdk.environments.sandbox.keeper import kernel
 from gyre_sdk.environments.sandbox.output import Drain, decoded
 from gyre_sdk.environments.sandbox.relay import Relay, to_port
@@ -43,19 +43,29 @@ def engine_problem(engine: str) -> str:
     return ""
 
 
-class ContainerSandbox:
+class ContainerSandbox(Sandbox):
     """One container."""
 
     def __init__(self, spec: SandboxSpec, engine: str) -> None:
         if spec.network.mode == "allow-list":
             raise SandboxError(f"the {engine} backend can't limit the network to some hosts; use bwrap")
-        self.spec = spec
-        self.backend = engine
+        self._spec = spec
+        self._backend = engine
         self.name = journal.prefix() + secrets.token_hex(5)
         self.folder: Path | None = None
         self.relays: list[Relay] = []
         self.running = False
         self.count = 0
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """See Sandbox."""
+        return self._spec
+
+    @property
+    def backend(self) -> str:
+        """See Sandbox."""
+        return self._backend
 
     @property
     def capabilities(self) -> Capabilities:
@@ -116,21 +126,20 @@ class ContainerSandbox:
             raise SandboxError(f"{self.backend} {argv[0]}: {err.decode(errors='replace').strip()[-300:]}")
         return out.decode(errors="replace")
 
-    def _exec_argv(
-        self, argv: Sequence[str], mark: str, cwd: str | None, env: Mapping[str, str] | None, user: str | None
-    ) -> list[str]:
+    def _exec_argv(self, command: Command, mark: str) -> list[str]:
         if not self.running:
             raise SandboxError("the sandbox is not running")
-        settings = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "TERM": "dumb", **self.spec.env, **(env or {})}
-        if not self.spec.env.get("PATH") and "PATH" not in (env or {}):
+        given = {**self.spec.env, **command.env, "GYRE_MARK": mark}
+        settings = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "TERM": "dumb", **given}
+        if not given.get("PATH"):
             settings.pop("PATH")  # the image's own
-        call = [self.backend, "exec", "-w", cwd or self.spec.workdir]
+        call = [self.backend, "exec", "-w", command.cwd or self.spec.workdir]
         for name, value in settings.items():
             call += ["-e", f"{name}={value}"]
-        wanted = user if user is not None else self.spec.user
+        wanted = command.user if command.user is not None else self.spec.user
         call += ["-u", wanted] if wanted is not None else []
         # A session of its own, marked so that it can be found again and killed.
-        return [*call, self.name, "/bin/bash", "-c", f': {mark}; exec setsid -w "$@"', mark, *argv]
+        return [*call, self.name, "/bin/bash", "-c", f': {mark}; exec setsid -w "$@"', mark, *command.argv]
 
     async def _start_process(self, argv: Sequence[str], out: Drain, err: Drain) -> asyncio.subprocess.Process:
         try:
@@ -163,28 +172,16 @@ class ContainerSandbox:
         await process.wait()
         return -9
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        on_output: Callable[[str], None] | None = None,
-        private: Sequence[PrivateMount] = (),
-        trusted: bool = False,
-    ) -> ExecResult:
-        """See Sandbox.exec."""
-        if private:
+    async def run(self, command: Command) -> ExecResult:
+        """See Sandbox."""
+        if command.private:
             raise SandboxError(f"the {self.backend} backend has no private mounts")
-        tell = decoded(on_output) if on_output is not None else None
+        tell = decoded(command.on_output) if command.on_output is not None else None
         out, err, mark = Drain(tell), Drain(tell), self._mark()
-        argv = self._exec_argv(["/bin/bash", "-c", command], mark, cwd, {**(env or {}), "GYRE_MARK": mark}, user)
-        process = await self._start_process(argv, out, err)
+        process = await self._start_process(self._exec_argv(command, mark), out, err)
         timed_out = False
         try:
-            rc = await asyncio.wait_for(process.wait(), timeout)
+            rc = await asyncio.wait_for(process.wait(), command.timeout)
         except TimeoutError:
             timed_out, rc = True, await self._kill(mark, process)
         except asyncio.CancelledError:
@@ -196,21 +193,12 @@ class ContainerSandbox:
         err.close()
         return ExecResult(out.text(), err.text(), rc, timed_out, out.truncated or err.truncated)
 
-    async def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
-        user: str | None = None,
-    ) -> ContainerProcess:
-        """See Sandbox.spawn."""
+    async def launch(self, command: Command, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> ContainerProcess:
+        """See Sandbox."""
         out, err = Drain(into=stdout, drop=stdout is None), Drain(into=stderr, drop=stderr is None)
         mark = self._mark()
-        call = self._exec_argv(argv, mark, cwd, {**(env or {}), "GYRE_MARK": mark}, user)
-        return ContainerProcess(self, mark, await self._start_process(call, out, err), (out, err))
+        process = await self._start_process(self._exec_argv(command, mark), out, err)
+        return ContainerProcess(self, mark, process, (out, err))
 
     async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
         """See Sandbox.upload."""
@@ -272,10 +260,6 @@ class ContainerSandbox:
         """See Sandbox.kill_all. Services are not told apart here: all end."""
         with contextlib.suppress(SandboxError):
             await self._call(["exec", "-u", "0", self.name, "/bin/bash", "-c", "kill -9 -1; exit 0"])
-        return []
-
-    async def scrub(self) -> list[str]:
-        """Nothing: what the image held is not known."""
         return []
 
     async def expose(self, port_outside: int) -> int:

@@ -8,7 +8,7 @@ import os
 import secrets
 import shlex
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,8 +17,9 @@ from gyre_sdk.environments.sandbox.base import (
     DEFAULT_PATH,
     PRIVATE,
     Capabilities,
+    Command,
     ExecResult,
-    PrivateMount,
+    Sandbox,
     SandboxSpec,
 )
 from gyre_sdk.environments.sandbox.keeper import cgroups
@@ -33,12 +34,12 @@ _STOP_PATIENCE_S = 30.0
 _HOSTS = "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
 
-class NamespaceSandbox:
+class NamespaceSandbox(Sandbox):
     """One sandbox. `backend` is 'bwrap' or 'unshare': who makes the namespaces; everything else is the same."""
 
     def __init__(self, spec: SandboxSpec, backend: str) -> None:
-        self.spec = spec
-        self.backend = backend
+        self._spec = spec
+        self._backend = backend
         self.name = journal.prefix() + secrets.token_hex(5)
         self.link: Link | None = None
         self.folder: Path | None = None
@@ -46,6 +47,16 @@ class NamespaceSandbox:
         self.drains: set[Drain] = set()
         self.proxy_env: dict[str, str] = {}
         self._capabilities = _capabilities()
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """See Sandbox."""
+        return self._spec
+
+    @property
+    def backend(self) -> str:
+        """See Sandbox."""
+        return self._backend
 
     @property
     def capabilities(self) -> Capabilities:
@@ -126,52 +137,24 @@ class NamespaceSandbox:
             raise SandboxError("the sandbox is not running")
         return self.link
 
-    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         base = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "TERM": "dumb"}
         reach = online.settings() if self.spec.network.mode != "off" else {}
-        return {**base, **reach, **self.proxy_env, **self.spec.env, **(env or {})}
+        return {**base, **reach, **self.proxy_env, **self.spec.env, **env}
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        on_output: Callable[[str], None] | None = None,
-        private: Sequence[PrivateMount] = (),
-        trusted: bool = False,
-    ) -> ExecResult:
-        """See Sandbox.exec."""
-        return await self._run(
-            ["/bin/bash", "-c", command], cwd=cwd, env=env, timeout=timeout, user=user, on_output=on_output,
-            private=private, trusted=trusted,
-        )  # fmt: skip
-
-    async def _run(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        on_output: Callable[[str], None] | None = None,
-        private: Sequence[PrivateMount] = (),
-        trusted: bool = False,
-    ) -> ExecResult:
-        tell = decoded(on_output) if on_output is not None else None
+    async def run(self, command: Command) -> ExecResult:
+        """See Sandbox."""
+        tell = decoded(command.on_output) if command.on_output is not None else None
         out, err = Drain(tell), Drain(tell)
         self.drains |= {out, err}
         out.on_end = err.on_end = self.drains.discard
-        fields = self._command(argv, cwd, env, user)
-        fields["private"] = [(mount.name, str(mount.source or ""), mount.target) for mount in private]
-        fields["capabilities"] = ["sys_nice"] if trusted else []
+        fields = self._fields(command)
+        fields["private"] = [(mount.name, str(mount.source or ""), mount.target) for mount in command.private]
+        fields["capabilities"] = ["sys_nice"] if command.trusted else []
         request, ended = await self._start_child(fields, out, err)
         timed_out = False
         try:
-            rc = await asyncio.wait_for(asyncio.shield(ended), timeout)
+            rc = await asyncio.wait_for(asyncio.shield(ended), command.timeout)
         except TimeoutError:
             timed_out = True
             rc = await self._kill(request, ended)
@@ -182,14 +165,12 @@ class NamespaceSandbox:
         await err.finish()
         return ExecResult(out.text(), err.text(), rc, timed_out, out.truncated or err.truncated)
 
-    def _command(
-        self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None, user: str | None
-    ) -> dict[str, Any]:
+    def _fields(self, command: Command) -> dict[str, Any]:
         return {
-            "argv": list(argv),
-            "cwd": cwd or self.spec.workdir,
-            "env": self._environment(env),
-            "user": user if user is not None else self.spec.user,
+            "argv": list(command.argv),
+            "cwd": command.cwd or self.spec.workdir,
+            "env": self._environment(command.env),
+            "user": command.user if command.user is not None else self.spec.user,
             "file_size_mb": self.spec.limits.disk_mb,
         }
 
@@ -219,21 +200,12 @@ class NamespaceSandbox:
         except SandboxError:
             return -signal.SIGKILL
 
-    async def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
-        user: str | None = None,
-    ) -> NamespaceProcess:
-        """See Sandbox.spawn."""
+    async def launch(self, command: Command, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> NamespaceProcess:
+        """See Sandbox."""
         out, err = Drain(into=stdout, drop=stdout is None), Drain(into=stderr, drop=stderr is None)
         self.drains |= {out, err}
         out.on_end = err.on_end = self.drains.discard
-        request, ended = await self._start_child(self._command(argv, cwd, env, user), out, err)
+        request, ended = await self._start_child(self._fields(command), out, err)
         return NamespaceProcess(self, request, ended, (out, err))
 
     async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
@@ -266,7 +238,7 @@ class NamespaceSandbox:
         """See Sandbox.download."""
         single = False
         if not source.startswith(PRIVATE):
-            kind = await self._run(["/bin/bash", "-c", f"test -d {shlex.quote(source)}"], cwd="/", timeout=30)
+            kind = await self.exec(f"test -d {shlex.quote(source)}", cwd="/", timeout=30)
             single = kind.rc != 0
         if not single:
             target.mkdir(parents=True, exist_ok=True)

@@ -11,28 +11,36 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from gyre_sdk.environments.sandbox import archive
-from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, Capabilities, ExecResult, PrivateMount, SandboxSpec
+from gyre_sdk.environments.sandbox.base import DEFAULT_PATH, Capabilities, Command, ExecResult, Sandbox, SandboxSpec
 from gyre_sdk.environments.sandbox.keeper import processes
 from gyre_sdk.environments.sandbox.output import Drain, decoded
 from gyre_sdk.errors import SandboxError
 
 
-class ProcessSandbox:
+class ProcessSandbox(Sandbox):
     """One sandbox without walls. Its processes die with the session they were started in; one that leaves it may survive."""
-
-    backend = "process"
 
     def __init__(self, spec: SandboxSpec) -> None:
         if spec.network.mode == "allow-list":
             raise SandboxError("the process backend can't limit the network to some hosts")
-        self.spec = spec
+        self._spec = spec
         self.root: Path | None = None
         self.processes: dict[int, asyncio.subprocess.Process] = {}
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """See Sandbox."""
+        return self._spec
+
+    @property
+    def backend(self) -> str:
+        """See Sandbox."""
+        return "process"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -59,7 +67,7 @@ class ProcessSandbox:
             return Path(path)
         return self.root / os.path.normpath("/" + path).lstrip("/")
 
-    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         base = {
             "PATH": os.environ.get("PATH", DEFAULT_PATH),
             "LANG": "C.UTF-8",
@@ -67,16 +75,15 @@ class ProcessSandbox:
             "HOME": str(self._inside("/home")),
             "GYRE_ROOT": str(self.root),
         }
-        return {**base, **self.spec.env, **(env or {})}
+        return {**base, **self.spec.env, **env}
 
-    async def _start(
-        self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str] | None, out: Drain, err: Drain
-    ) -> asyncio.subprocess.Process:
+    async def _start(self, command: Command, out: Drain, err: Drain) -> asyncio.subprocess.Process:
+        argv = command.argv
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv,
-                cwd=self._inside(cwd or self.spec.workdir),
-                env=self._environment(env),
+                cwd=self._inside(command.cwd or self.spec.workdir),
+                env=self._environment(command.env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out.write_end,
                 stderr=err.write_end,
@@ -91,27 +98,16 @@ class ProcessSandbox:
         self.processes[process.pid] = process
         return process
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        user: str | None = None,
-        on_output: Callable[[str], None] | None = None,
-        private: Sequence[PrivateMount] = (),
-        trusted: bool = False,
-    ) -> ExecResult:
-        """See Sandbox.exec. `user` and `trusted` change nothing here."""
-        if private:
+    async def run(self, command: Command) -> ExecResult:
+        """See Sandbox. `user` and `trusted` change nothing here."""
+        if command.private:
             raise SandboxError("the process backend has no private mounts")
-        tell = decoded(on_output) if on_output is not None else None
+        tell = decoded(command.on_output) if command.on_output is not None else None
         out, err = Drain(tell), Drain(tell)
-        process = await self._start(["bash", "-c", command], cwd, env, out, err)
+        process = await self._start(command, out, err)
         timed_out = False
         try:
-            rc = await asyncio.wait_for(process.wait(), timeout)
+            rc = await asyncio.wait_for(process.wait(), command.timeout)
         except TimeoutError:
             timed_out = True
             rc = await self._end(process)
@@ -129,19 +125,10 @@ class ProcessSandbox:
             await asyncio.to_thread(_kill_tree, process.pid)
         return await process.wait()
 
-    async def spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
-        user: str | None = None,
-    ) -> PlainProcess:
-        """See Sandbox.spawn."""
+    async def launch(self, command: Command, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> PlainProcess:
+        """See Sandbox."""
         out, err = Drain(into=stdout, drop=stdout is None), Drain(into=stderr, drop=stderr is None)
-        return PlainProcess(self, await self._start(argv, cwd, env, out, err), (out, err))
+        return PlainProcess(self, await self._start(command, out, err), (out, err))
 
     async def upload(self, source: Path, target: str, *, fresh: bool = False) -> None:
         """See Sandbox.upload."""
@@ -170,10 +157,6 @@ class ProcessSandbox:
             with contextlib.suppress(ProcessLookupError):
                 await process.wait()
         self.processes.clear()
-        return []
-
-    async def scrub(self) -> list[str]:
-        """Nothing: what was there before is not known."""
         return []
 
     async def expose(self, port_outside: int) -> int:
