@@ -18,6 +18,7 @@ _COMMANDS = {
     "demo": ("gyre_sdk.cli.demo:demo", "A real model, harness and sandbox, two training steps, in minutes."),
     "run": ("gyre_sdk.cli.run:run", "Run a harness on tasks and record branch graphs; no training."),
     "train": ("gyre_sdk.cli.train:train", "Train a model on tasks, as a TOML file says."),
+    "gateway": ("gyre_sdk.cli.serve_gateway:gateway", "The gateway alone, for harnesses that you start yourself."),
     "graph": ("gyre_sdk.cli.graph:graph", "Print an execution's branch graph in the terminal."),
     "view": ("gyre_sdk.cli.view:view", "Show a run in the browser: executions, branch graphs, tokens; live."),
     "top": ("gyre_sdk.cli.top:top", "Watch a run in the terminal: executions, cells, step, reward, tokens per second."),
@@ -57,10 +58,11 @@ def main(argv: list[str] | None = None) -> None:
     error_console = Console(stderr=True, highlight=False)
     try:
         code = make_app()(argv)
-    except GyreError as error:
-        error_console.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        if os.environ.get("GYRE_DEBUG"):
+    except (GyreError, ExceptionGroup) as error:
+        first = _first(error)
+        if first is None or os.environ.get("GYRE_DEBUG"):
             raise
+        error_console.print(f"[bold red]error:[/] {_escape(str(first))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         error_console.print("interrupted; what was recorded is kept", style="yellow")
@@ -69,6 +71,14 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _first(error: Exception) -> GyreError | None:
+    """What to tell the user: our own error, also when task groups have wrapped it; None when a bug is among them."""
+    if isinstance(error, ExceptionGroup):
+        found = [_first(inner) for inner in error.exceptions]
+        return None if None in found else found[0]
+    return error if isinstance(error, GyreError) else None
 
 
 def _escape(text: str) -> str:
