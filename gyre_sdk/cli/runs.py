@@ -78,7 +78,7 @@ def ls(*, root: Path | None = None) -> int:
     """List the runs under ROOT (default: $GYRE_RUNS or ./runs)."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("run", "kind", "started (UTC)", "harness", "executions", "size"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "run", overflow="fold" if column == "run" else "ellipsis")
     for row in _rows(runs_root(root)):
         table.add_row(*row)
     Console().print(table)

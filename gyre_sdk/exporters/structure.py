@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _ARRAYS = {"token_ids": np.int32, "logprobs": np.float32}
+_NO_XML = re.compile("[\\\\\\x00-\\x08\\x0b-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
+"""What XML has no character for, the carriage return that it makes a line feed of, and the backslash that marks them."""
+_ESCAPED = re.compile(r"\\u([0-9a-f]{4})")
 
 
 def to_graphml(graph: BranchGraph) -> str:
-    """GraphML text. Arrays are strings; see `from_graphml`."""
+    """GraphML text. Arrays are strings; characters that XML lacks, and backslashes, are `\\uXXXX`; see `from_graphml`."""
     import networkx as nx
 
     buffer = io.BytesIO()
@@ -38,6 +42,10 @@ def from_graphml(text: str) -> nx.DiGraph:
 
     try:
         graph = nx.parse_graphml(text)
+        for attributes in _attributes(graph):
+            for key, value in attributes.items():
+                if isinstance(value, str):
+                    attributes[key] = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
         return _rich(graph)
     except (nx.NetworkXError, ValueError, KeyError, SyntaxError) as error:
         raise CorruptRecordError(f"not a GraphML file of ours: {error}") from error
@@ -129,7 +137,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _plain(graph: nx.DiGraph, arrays: str) -> nx.DiGraph:
     """Attributes as strings and numbers; arrays as `text` or as a `list`."""
-    for attributes in [graph.graph, *(f for _, f in graph.nodes(data=True)), *(f for *_, f in graph.edges(data=True))]:
+    for attributes in _attributes(graph):
         for key, value in attributes.items():
             if isinstance(value, np.ndarray):
                 attributes[key] = _array_text(value) if arrays == "text" else _array_list(value)
@@ -137,9 +145,18 @@ def _plain(graph: nx.DiGraph, arrays: str) -> nx.DiGraph:
                 attributes[key] = " ".join(f"{version}:{start}-{end}" for version, start, end in value)
             elif key == "also":
                 attributes[key] = json.dumps(value)
-            elif isinstance(value, str) and arrays == "text":
-                attributes[key] = "".join(c if c in "\t\n\r" or c >= " " else "\ufffd" for c in value)
+            if isinstance(attributes[key], str) and arrays == "text":
+                value = attributes[key]
+                attributes[key] = _NO_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return graph
+
+
+def _attributes(graph: nx.DiGraph) -> list[dict[str, Any]]:
+    return [
+        graph.graph,
+        *(facts for _, facts in graph.nodes(data=True)),
+        *(facts for *_, facts in graph.edges(data=True)),
+    ]
 
 
 def _array_text(values: np.ndarray[Any, Any]) -> str:

@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from gyre_sdk.errors import ConfigError, CorruptRecordError
 from gyre_sdk.exporters import (
@@ -31,7 +32,7 @@ from gyre_sdk.exporters.conversation import Conversations, as_messages
 from gyre_sdk.exporters.registry import safe_name
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.wire import pack_floats, pack_ids
-from gyre_sdk.wire.records import Intent, Opened, Result, Span
+from gyre_sdk.wire.records import Intent, Link, Opened, Result, Span
 from tests.exporters.examples import example
 from tests.graph.programs import Harness, Step, programs
 
@@ -55,6 +56,39 @@ def test_the_example_loads_back_too_and_a_difference_is_seen() -> None:
     node = next(n for n, f in other.nodes(data=True) if "logprobs" in f)
     other.nodes[node]["logprobs"] = np.nextafter(other.nodes[node]["logprobs"], np.float32(0))
     assert not equal_graphs(other, whole)
+
+
+odd_texts = st.text(max_size=12) | st.sampled_from(
+    ["\r\n", "\x00", "\ufffe\uffff", " x ", "\\\\u0041", "\ud800", "\x1b[31m", "", "&<>]]>"]
+)
+
+
+@given(odd_texts, odd_texts)
+def test_any_text_loads_back(task: str, reason: str) -> None:
+    """Also what XML has no character for: texts come from harnesses."""
+    graph = BranchGraph.replay(
+        [Opened(execution="e", at=0.0, task=task, harness=reason)]
+        + [
+            record
+            for call in range(2)
+            for record in (
+                Intent(call=call, at=0.0, dialect="chat", delta=pack_ids([1, 2 + call])),
+                Result(
+                    call=call,
+                    at=1.0,
+                    ids=pack_ids([5]),
+                    logprobs=pack_floats([-1.0]),
+                    versions=(Span(0, 0, 1),),
+                    finish="stop",
+                ),
+            )
+        ]
+        + [Link(kind="forks", source=0, target=1, at=1.0, reason=reason)]
+    )
+    whole = graph.to_networkx()
+    assert any(facts.get("reason") == reason for *_, facts in whole.edges(data=True))
+    assert equal_graphs(from_graphml(to_graphml(graph)), whole)
+    assert equal_graphs(from_node_link(to_node_link(graph)), whole)
 
 
 def test_odd_logprobs_survive() -> None:
