@@ -32,6 +32,8 @@ class Lease:
 class _Micro:
     lease: Lease | None = None
     done: bool = False
+    collecting: bool = False
+    """The core is about to add it: until that has an end, nobody else may compute it."""
     collected: bool = False
 
 
@@ -63,11 +65,14 @@ class LeaseBook:
         return self._epochs[cell]
 
     def drop(self, cell: str) -> list[int]:
-        """`cell` is out: its uncollected micro-steps are open again. Returns their numbers."""
+        """`cell` is out: its uncollected micro-steps are open again. Returns their numbers.
+
+        Not those that the core is collecting: whether it has them shows at `end_collect`.
+        """
         self._epochs[cell] = self._epochs.get(cell, 0) + 1
         returned = []
         for number, micro in self._micros.items():
-            if micro.lease is not None and micro.lease.cell == cell and not micro.collected:
+            if micro.lease is not None and micro.lease.cell == cell and not (micro.collected or micro.collecting):
                 micro.lease, micro.done = None, False
                 returned.append(number)
         self.lost += len(returned)
@@ -95,28 +100,53 @@ class LeaseBook:
         micro.done = True
         return True
 
-    def collect(self, cell: str) -> list[int]:
-        """The core has verified and added `cell`'s gradient: its micro-steps count for good. Returns their
-        numbers.
-        """
-        taken = []
-        for number, micro in self._micros.items():
-            if micro.done and not micro.collected and micro.lease is not None and micro.lease.cell == cell:
+    def begin_collect(self, cell: str) -> list[int]:
+        """The core is going to take over what `cell` has done. Returns the numbers; `end_collect` must follow."""
+        numbers = self.uncollected_by(cell)
+        for number in numbers:
+            self._micros[number].collecting = True
+        return numbers
+
+    def end_collect(self, numbers: Iterable[int], *, taken: bool) -> list[int]:
+        """The core has verified and added them, and they count for good; or it has not, and they are open again. Returns the latter."""
+        opened = []
+        for number in numbers:
+            micro = self._micros[number]
+            micro.collecting = False
+            if taken:
                 micro.collected = True
-                taken.append(number)
-        return taken
+            else:
+                micro.lease, micro.done = None, False
+                opened.append(number)
+        self.lost += len(opened)
+        return opened
+
+    def collect(self, cell: str) -> list[int]:
+        """Both at once, for the core itself: what it has done is with it. Returns the numbers."""
+        numbers = self.begin_collect(cell)
+        self.end_collect(numbers, taken=True)
+        return numbers
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the core is adding some cell's gradient right now."""
+        return any(micro.collecting for micro in self._micros.values())
+
+    def leave(self, cell: str, epoch: int) -> None:
+        """The epoch is over, unless another has begun: a cell that was replaced meanwhile goes on."""
+        if self._epochs.get(cell) == epoch:
+            self._epochs[cell] += 1
 
     def contributors(self) -> list[str]:
         """Cells that hold done, uncollected micro-steps."""
-        held = {m.lease.cell for m in self._micros.values() if m.done and not m.collected and m.lease is not None}
-        return sorted(held)
+        return sorted({m.lease.cell for m in self._micros.values() if _with_cell(m) and m.lease is not None})
 
     def uncollected_by(self, cell: str) -> list[int]:
         """Numbers of `cell`'s done micro-steps that the core does not have yet."""
         return [
             number
             for number, micro in self._micros.items()
-            if micro.done and not micro.collected and micro.lease is not None and micro.lease.cell == cell
+            if _with_cell(micro) and micro.lease is not None and micro.lease.cell == cell
         ]
 
     def done_numbers(self) -> set[int]:
@@ -155,6 +185,10 @@ class LeaseBook:
     def owners(self) -> Mapping[int, str]:
         """Micro-step -> cell whose gradient counts, for those collected."""
         return {n: m.lease.cell for n, m in self._micros.items() if m.collected and m.lease is not None}
+
+
+def _with_cell(micro: _Micro) -> bool:
+    return micro.done and not micro.collected and not micro.collecting
 
 
 def in_cell_order(cells: Iterable[str], order: Iterable[str]) -> list[str]:

@@ -28,13 +28,7 @@ async def close_step(run: RunState, step: OpenStep) -> bool:
     taken.
     """
     begun = time.monotonic()
-    failed = await step.collect_all()
-    for cell, error in failed:
-        log.warning("the gradient of %s is dropped: %s", cell.name, error)
-        run.metrics.event("gradient dropped", cell=cell.name, why=str(error))
-        step.drop(cell)
-        run.fleet.fail(cell.index, f"its gradient could not be had: {error}")
-    if failed or not step.all_collected():
+    if not await gather_gradients(run, step):
         return False
     step.close()
     collected = time.monotonic()
@@ -62,6 +56,28 @@ async def close_step(run: RunState, step: OpenStep) -> bool:
     _remember_speed(run, step)
     _prune(run)
     return True
+
+
+async def gather_gradients(run: RunState, step: OpenStep) -> bool:
+    """Whether the core holds every micro-step's gradient. If not, the rest is open again and the cells in training are at it.
+
+    Raises CellError when the core is gone.
+    """
+    for cell, error in await step.collect_all():
+        log.warning("the gradient of %s is dropped: %s", cell.name, error)
+        run.metrics.event("gradient dropped", cell=cell.name, why=str(error))
+        step.drop(cell)
+        run.fleet.fail(cell.index, f"its gradient could not be had: {error}")
+    if step.all_collected():
+        return True
+    for index in sorted(run.training - {0}):
+        cell = run.fleet.cells[index]
+        try:
+            if cell.up:
+                await step.join(cell)
+        except CellError as error:
+            run.fleet.fail(index, str(error))
+    return False
 
 
 async def _optimizer_step(run: RunState, step: OpenStep) -> StepResult:

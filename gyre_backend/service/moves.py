@@ -34,6 +34,7 @@ async def to_training(run: RunState, index: int) -> None:
     seconds = time.monotonic() - begun
     run.metrics.event("rollout to training", cell=cell.name, seconds=round(seconds, 4), moved=moved)
     run.metrics.count("move_to_training_seconds", seconds)
+    log.info("%s: rollout to training in %.3f s, %d calls moved", cell.name, seconds, moved)
     run.post(s.MoveDone(run.now(), cell=index))
 
 
@@ -58,6 +59,7 @@ async def to_rollout(run: RunState, index: int) -> None:
     seconds = time.monotonic() - begun
     run.metrics.event("training to rollout", cell=cell.name, seconds=round(seconds, 4))
     run.metrics.count("move_to_rollout_seconds", seconds)
+    log.info("%s: training to rollout in %.3f s", cell.name, seconds)
     run.post(s.MoveDone(run.now(), cell=index))
 
 

@@ -56,6 +56,7 @@ class OpenStep:
         self._changed = asyncio.Event()
         self._joining: dict[str, asyncio.Lock] = {}
         self._core_began = False
+        self._closed = False
         self.failure: TrainingError | None = None
 
     # -- the queue
@@ -95,7 +96,7 @@ class OpenStep:
         takes no part.
         """
         async with self._joining.setdefault(cell.name, asyncio.Lock()):
-            if cell.name not in self._loops:
+            if cell.name not in self._loops and not self._closed:
                 await self._join(cell)
 
     async def _join(self, cell: Cell) -> None:
@@ -118,6 +119,8 @@ class OpenStep:
         epoch = self.book.join(cell.name)
         await client.begin(self.step, epoch, keep=cell is self._fleet.core and self._core_began)
         self._core_began = self._core_began or cell is self._fleet.core
+        if self._closed:
+            return
         self._epochs[cell.name] = self._published_as[cell.name] = epoch
         self._loops[cell.name] = asyncio.create_task(self._work(cell, epoch), name=f"micro-{cell.name}")
 
@@ -159,9 +162,7 @@ class OpenStep:
     def drop(self, cell: Cell) -> None:
         """The cell is gone, or wrong: what it has not handed over is open again."""
         self._stop_loop(cell)
-        for number in self.book.drop(cell.name):
-            self.results.pop(number, None)
-            self.leases.pop(number, None)
+        self._forget(self.book.drop(cell.name))
         self._wake()
 
     def _stop_loop(self, cell: Cell) -> None:
@@ -184,24 +185,55 @@ class OpenStep:
             self._changed.set()
             self._changed = asyncio.Event()
             await asyncio.wait({loop})
+        self.book.leave(cell.name, epoch)
         await self.collect(cell)
-        self.book.drop(cell.name)
 
     async def collect(self, cell: Cell) -> None:
         """Have the core pull, verify and add the cell's gradient. Raises CellError (the core's failure or the
-        cell's).
+        cell's); what it did not add is open again.
         """
         async with self._collecting:  # a cell may be leaving just when the step ends
-            micros = self.book.uncollected_by(cell.name)
-            core = self._fleet.core
-            if micros and cell is not core:
-                manifest = await cell.ask().gradients(self._published_as[cell.name], micros)
-                self.gradient_bytes += await core.ask().add(manifest, micros)
-            self.book.collect(cell.name)
+            if cell is self._fleet.core:
+                self.book.collect(cell.name)
+                return
+            # The cell may be lost, and even replaced, while the core is adding: these micro-steps wait for the core's answer.
+            micros = self.book.begin_collect(cell.name)
+            taken = False
+            try:
+                if micros:
+                    manifest = await cell.ask().gradients(self._published_as[cell.name], micros)
+                    self.gradient_bytes += await self._add(manifest, micros)
+                taken = True
+            finally:
+                opened = self.book.end_collect(micros, taken=taken)
+                self._forget(opened)
+
+    async def _add(self, manifest: Manifest, micros: list[int]) -> int:
+        core = self._fleet.core
+        try:
+            return await core.ask().add(manifest, micros)
+        except CellRefused:
+            raise
+        except CellError as error:
+            # It may have added them or not: nobody knows what its gradient holds.
+            self._fleet.fail(core.index, f"no answer to whether a gradient was added: {error}")
+            raise
+
+    def _forget(self, opened: Iterable[int]) -> None:
+        """These micro-steps were done, and are open again."""
+        numbers = list(opened)
+        for number in numbers:
+            self.results.pop(number, None)
+            self.leases.pop(number, None)
+        if numbers:
+            self._wake()
 
     async def collect_all(self) -> list[tuple[Cell, CellError]]:
         """Gradients of all contributors, core first, in cell order. Returns the cells whose gradient could
         not be had.
+
+        A satellite's part ends with that: what it holds is frozen. If micro-steps come open again (another cell was lost
+        meanwhile), it takes part in them once it has joined anew.
         """
         failed = []
         contributors = set(self.book.contributors())
@@ -209,11 +241,15 @@ class OpenStep:
             if cell.name not in contributors:
                 continue
             try:
-                await self.collect(cell)
+                await (self.collect(cell) if cell is self._fleet.core else self.leave(cell))
             except CellError as error:
                 if not self._fleet.core.up:
                     raise
                 failed.append((cell, error))
+        while self.book.collecting:  # one that was leaving by itself
+            async with self._collecting:
+                pass
+            await asyncio.sleep(0)
         return failed
 
     def all_collected(self) -> bool:
@@ -221,6 +257,7 @@ class OpenStep:
         return bool(self._micros) and self.book.all_collected
 
     def close(self) -> None:
-        """No loop of this step goes on."""
+        """No loop of this step goes on, and none begins."""
+        self._closed = True
         for cell in self._fleet.cells:
             self._stop_loop(cell)

@@ -24,6 +24,8 @@ from gyre_sdk.wire.records import Delivered, Intent, Opened, Outcome, Record, Re
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "test-token"
+PATIENCE_S = 300.0
+"""A service that starts again on a busy machine loads its libraries for minutes."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Runner:
 
     async def _patiently(self, http: httpx.AsyncClient, method: str, path: str, **arguments: Any) -> httpx.Response:
         """A service that restarts is waited for."""
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 answer = await http.request(method, path, **arguments)

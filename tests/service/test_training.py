@@ -9,8 +9,10 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gyre_backend.ledger import Ledger
+from gyre_sdk.wire.prometheus import CONTENT_TYPE
 from tests.service.runner import TOKEN, Runner, backend
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +25,8 @@ def rows(run_dir: Path) -> list[dict]:
 @pytest.mark.timeout(580)
 async def test_one_cell_trains_and_samples_what_it_trained(write_config: Callable[..., Path], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with backend(write_config(train={"steps": 3}), run_dir) as service:
+    monitors = {"use": ["tests.monitors.filing:Filing"]}
+    with backend(write_config(train={"steps": 3}, monitors=monitors), run_dir) as service:
         async with httpx.AsyncClient(base_url=service.url, trust_env=False) as http:
             assert (await http.get("/v1/status")).status_code == 401
         runner = Runner(service.url)
@@ -35,9 +38,16 @@ async def test_one_cell_trains_and_samples_what_it_trained(write_config: Callabl
     assert runner.reason == "3 optimizer steps done"
     assert runner.status["policy_version"] == 3
     assert runner.versions >= {0, 1, 2}
-    assert "gyre_policy_version 3" in metrics
+    page = {family.name: family.samples for family in text_string_to_metric_families(metrics)}
+    assert page["gyre_policy_version"][0].value == 3
+    assert page["gyre_router_requests"][0].value >= 24
     steps = rows(run_dir)
     assert [row["policy_version"] for row in steps] == [1, 2, 3]
+    *filed, last = [json.loads(line) for line in (run_dir / "filed.jsonl").read_text().splitlines()]
+    assert [(number, at, values["reward"]) for number, at, values in filed] == [
+        (row["step"], row["at"], row["reward"]) for row in steps
+    ]
+    assert last == "closed"
     for row in steps:
         assert row["executions"] == 8
         assert row["trained_tokens"] == 8 * 3 * 12
@@ -56,7 +66,9 @@ async def test_one_cell_trains_and_samples_what_it_trained(write_config: Callabl
 
 async def metrics_text(url: str) -> str:
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        return (await http.get("/v1/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).text
+        answer = await http.get("/v1/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert answer.headers["content-type"] == CONTENT_TYPE
+        return answer.text
 
 
 @pytest.mark.slow
