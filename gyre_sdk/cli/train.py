@@ -60,9 +60,9 @@ def train(
     Parameters
     ----------
     config
-        TOML file: [run] and [sampling] for this side, the backend's tables for the other. docs/training.md lists them.
+        TOML file: [run] and [sampling] for this side, the backend's tables for the other. docs/configuration.md lists them.
     run_dir
-        Where to record; the default is ./runs/<time>-train.
+        Where to record; the default is ./runs/TIME-train.
     resume
         Go on with the run in --run-dir, from its last checkpoint and its ledger.
     backend_url
@@ -86,7 +86,7 @@ async def run_training(
     """Start (or reach) the backend, then follow its orders until it says stop."""
     tasks = load_tasks((base / settings.run.tasks).resolve(), only=list(settings.run.only) or None)
     install = settings.run.harness_install
-    agent = make_agent(settings.run.harness, str(base / install) if install else None)
+    agent = make_agent(_harness(settings.run.harness, base), str(base / install) if install else None)
     started = time.monotonic()
     async with _backend(folder, backend_url, console) as (url, token):
         client = BackendClient(url, token)
@@ -97,6 +97,12 @@ async def run_training(
                 await client.aclose()
     trained.seconds = time.monotonic() - started
     return trained
+
+
+def _harness(name: str, base: Path) -> str:
+    """A preset's name as it is; the path of a preset file starts at the TOML file's folder, like every other."""
+    own = base / name
+    return str(own) if name.endswith(".toml") and own.is_file() else name
 
 
 @asynccontextmanager
@@ -196,6 +202,10 @@ def status_line(status: dict[str, Any]) -> str | None:
     last = status.get("last") or {}
     parts = [f"step {status.get('step', 0)}", f"policy version {status.get('policy_version', 0)}"]
     parts += [f"{name} {last[name]:.4g}" for name in ("loss", "reward", "grad_norm", "sharing") if name in last]
+    cells = status.get("cells") or []
+    if len(cells) > 1:  # R rolls out, T trains; c: on its way, or down
+        letters = {"rollout": "R", "training": "T"}
+        parts.append("cells " + "".join(letters.get(cell["role"], "c") for cell in cells))
     phase = status.get("phase")
     return "   ".join([*parts, *([str(phase)] if phase else [])])
 

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "aeiou aeiou aeiou aeiou aeiou aeiou aeiou aeiou" > words.txt
