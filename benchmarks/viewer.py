@@ -10,12 +10,15 @@ search_s     the first search of all its texts, and again (`search_again_s`)
 frame_ms     mean time between frames while the large graph is panned
 
 Each number is the median of five (three with --quick); for `open_s` and `list_s` each time a new server, so that nothing was
-read before the page asks. The page itself says when it is done (`performance.now()`, which counts from the navigation).
+read before it started. The page itself says when it is done (`performance.now()`, which counts from the navigation).
+`*_page_cpu_s` and `*_server_cpu_s` are the processor seconds in it of the page's main thread and of the server since it was
+ready: what other load on the machine does not change much.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -25,10 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.viewer_runs import long_story, make_run, training_files
 
@@ -45,17 +50,17 @@ FRAMES = """() => new Promise((done) => {
 
 
 @contextmanager
-def served(run: Path) -> Iterator[str]:
-    """`gyre view` on a run, as a user starts it; yields the address."""
+def served(run: Path) -> Iterator[tuple[str, int]]:
+    """`gyre view` on a run, as a user starts it; yields the address and the process id."""
     command = [str(Path(sys.executable).with_name("gyre")), "view", str(run), "--no-browser"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        yield child.stdout.readline().split(": ", 1)[1].strip()
+        yield child.stdout.readline().split(": ", 1)[1].strip(), child.pid
     finally:
         child.terminate()
         with child:
-            child.wait(10)
+            child.wait(60)
 
 
 def until(page: Any, condition: str) -> float:
@@ -66,22 +71,35 @@ def until(page: Any, condition: str) -> float:
     )
 
 
-def opened(browser: Any, run: Path, place: str, condition: str) -> float:
-    """One cold opening, in a new browser context, of a new server."""
-    with served(run) as url:
+def opened(browser: Any, run: Path, place: str, condition: str) -> tuple[float, float, float]:
+    """One cold opening, in a new browser context, of a new server: seconds, and processor seconds of page and server."""
+    with served(run) as (url, pid):
         context = browser.new_context(
             viewport={"width": 1400, "height": 900}, bypass_csp=True
         )  # to wait inside the page
         page = context.new_page()
+        tools = context.new_cdp_session(page)
+        tools.send("Performance.enable", {"timeDomain": "threadTicks"})
         page.goto(url + place, wait_until="commit")
         seconds = until(page, condition)
+        metrics = {one["name"]: one["value"] for one in tools.send("Performance.getMetrics")["metrics"]}
+        spent = sum(psutil.Process(pid).cpu_times()[:2])
         context.close()
-    return seconds
+    return seconds, metrics["TaskDuration"], spent - started_cpu()
+
+
+@functools.cache
+def started_cpu() -> float:
+    """Processor seconds of a server that does nothing but start: interpreter and imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "executions").mkdir()
+        with served(Path(folder)) as (_, pid):
+            return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
 def interactions(browser: Any, run: Path, repeat: int) -> dict[str, float]:
     """Times on the large execution once it is open."""
-    with served(run) as url:
+    with served(run) as (url, _):
         page = browser.new_page(viewport={"width": 1400, "height": 900}, bypass_csp=True)
         page.goto(f"{url}#/x/{LARGE}")
         until(page, "document.body.dataset.drawn > 0")
@@ -131,17 +149,20 @@ def measure(browser: Any, folder: Path, quick: bool) -> dict[str, Any]:
     large, many, sizes = prepare(folder, *((200, 300, 100_000) if quick else (1000, 2000, 1_000_000)))
     rows = f"document.querySelectorAll('#executions tbody tr').length === {sizes['executions']}"
 
-    def times(work: Callable[[], float]) -> list[float]:
-        return [round(work(), 3) for _ in range(repeat)]
+    def times(name: str, run: Path, place: str, condition: str) -> dict[str, Any]:
+        runs = [opened(browser, run, place, condition) for _ in range(repeat)]
+        seconds, page, server = ([round(value, 3) for value in column] for column in zip(*runs, strict=True))
+        return {
+            f"{name}_s": statistics.median(seconds), f"{name}_s_all": seconds,
+            f"{name}_page_cpu_s": statistics.median(page), f"{name}_server_cpu_s": statistics.median(server),
+        }  # fmt: skip
 
-    opens = times(lambda: opened(browser, large, f"#/x/{LARGE}", "document.body.dataset.drawn > 0"))
-    lists = times(lambda: opened(browser, many, "", rows))
     return {
         **sizes,
-        "open_s": statistics.median(opens), "open_s_all": opens,
-        "list_s": statistics.median(lists), "list_s_all": lists,
+        **times("open", large, f"#/x/{LARGE}", "document.body.dataset.drawn > 0"),
+        **times("list", many, "", rows),
         **{name: round(value, 3) for name, value in interactions(browser, large, repeat).items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -155,7 +176,7 @@ def main() -> None:
 
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=options.chromium, args=["--no-sandbox", "--disable-gpu"])
         row = measure(browser, Path(folder), options.quick)
         version = browser.version
         browser.close()

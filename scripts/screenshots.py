@@ -109,7 +109,7 @@ def main() -> None:
 
     chromium = os.environ.get("GYRE_CHROMIUM") or shutil.which("chromium") or "chromium"
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         with served(generated(Path(temporary))) as url:
             shots(browser, url, options.folder)
         browser.close()
