@@ -11,7 +11,7 @@ import numpy as np
 from gyre_sdk.capture.contexts import Contexts, Match, Point
 from gyre_sdk.capture.model import TAIL, ChatRenderer, Ids, ModelRequest, Part, to_ids
 from gyre_sdk.capture.reading import OFF_LOOP_BYTES, Reader, ReadRequest
-from gyre_sdk.errors import RequestError
+from gyre_sdk.errors import ContextOverflowError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,14 @@ class Prompt:
     """The request's parts behind `kept`."""
     start: Point
     """Where the conversation stands before `new`."""
+
+
+def check_length(tokens: int, limit: int) -> None:
+    """Raises ContextOverflowError when a prompt leaves no room in a context of `limit` tokens; 0 = unknown."""
+    if limit and tokens >= limit:
+        raise ContextOverflowError(
+            f"the prompt has {tokens} tokens; the model's context holds {limit}", prompt_tokens=tokens, limit=limit
+        )
 
 
 @dataclass(slots=True)

@@ -20,12 +20,12 @@ from gyre_sdk.capture.live import LiveCall, merged
 from gyre_sdk.capture.marks import Scopes
 from gyre_sdk.capture.model import ChatRenderer, Ids, ModelRequest, ParsedReply, Reply, ToolCall
 from gyre_sdk.capture.pinned import pinned_sampling, recorded
-from gyre_sdk.capture.prompts import Prompt, Prompter
+from gyre_sdk.capture.prompts import Prompt, Prompter, check_length
 from gyre_sdk.capture.reading import Reader, ReadRequest
 from gyre_sdk.capture.stored import RequestStore, StoredRequest, call_facts, reply_facts
 from gyre_sdk.capture.waiting import Waiting
 from gyre_sdk.capture.wal import Wal
-from gyre_sdk.errors import ContextOverflowError, EngineError, EngineGoneError, GyreError, RequestError, SealedError
+from gyre_sdk.errors import EngineError, EngineGoneError, GyreError, RequestError, SealedError
 from gyre_sdk.graph import BranchGraph
 from gyre_sdk.graph.edges import Lineage
 from gyre_sdk.graph.folding import check
@@ -123,7 +123,7 @@ class Recorder:
         self._check_limits()
         prompt = await self._prompter.make(request, read, match)
         self._check_open()
-        self._check_length(prompt)
+        check_length(len(prompt.ids), self._info.context_length)
         call = await self._begin(request, read, match, prompt)
         call.task = asyncio.create_task(self._serve(call), name=f"gyre-call-{call.rid}")
         return call
@@ -206,6 +206,8 @@ class Recorder:
         except GyreError as error:
             self._fail(call, error)
             raise
+        if call.error is not None:
+            raise call.error  # the execution ended meanwhile
         return call
 
     def _enter(self, call: LiveCall, prompt: Prompt) -> None:
@@ -420,6 +422,9 @@ class Recorder:
 
     async def stop(self) -> None:
         """Cancel running calls. Unless it is sealed, the execution stays open and can be recovered."""
+        for call in list(self.live.values()):
+            if call.task is None and not call.done and not call.interrupted:
+                self._cancelled(call)  # its intent is still on its way to the disk
         tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
         for task in tasks:
             task.cancel()
@@ -465,15 +470,6 @@ class Recorder:
             ("nodes", limits.nodes, len(self.graph.nodes) if limits.nodes is not None else 0),
             ("bytes", limits.bytes, self._wal.durable_offset),
         )
-
-    def _check_length(self, prompt: Prompt) -> None:
-        limit = self._info.context_length
-        if limit and len(prompt.ids) >= limit:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt.ids)} tokens; the model's context holds {limit}",
-                prompt_tokens=len(prompt.ids),
-                limit=limit,
-            )
 
     # -- small things ------------------------------------------------------------------------------------------
 

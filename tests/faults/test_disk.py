@@ -179,3 +179,24 @@ async def test_a_full_file_system_under_a_gateway_process(tmp_path: Path, small_
     assert graph.outcome == Outcome(status="completed")
     assert sum(call.done for call in graph.calls.values()) == codes.count(200) + 1
     assert all(call.done or call.state == "failed" for call in graph.calls.values())
+
+
+@pytest.mark.parametrize("end", ["seal", "close"])
+async def test_an_execution_that_ends_while_an_intent_is_on_its_way(tmp_path: Path, disk: Disk, end: str) -> None:
+    """The disk is slow, the harness is killed, the execution is sealed: the call never reaches the engine."""
+    async with make_rig(tmp_path, [Say("never said")]) as rig:
+        disk.sync_s = 0.3
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, rig, "one")
+            while not rig.graph.calls:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            if end == "seal":
+                await rig.gateway.seal(rig.handle.execution, Outcome(status="harness_error"))
+            else:
+                await rig.gateway.aclose()
+        await anyio.sleep(0.2)
+        assert not rig.engine.log
+        state = rig.graph.calls[0].state
+        assert state == ("failed" if end == "seal" else "pending")
+        records = list(read_records(rig.gateway.wal_path(rig.handle.execution)))
+        assert BranchGraph.replay(records).digest() == rig.graph.digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -36,9 +37,9 @@ def listening() -> socket.socket:
     return listener
 
 
-async def spawn(module: str, *arguments: object, pass_fds: Sequence[int] = (), out: bool = True) -> Process:
+async def spawn(module: object, *arguments: object, pass_fds: Sequence[int] = (), out: bool = True) -> Process:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *map(str, arguments), cwd=ROOT,
+        sys.executable, "-m", *map(str, (module, *arguments)), cwd=ROOT,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE if out else None, pass_fds=tuple(pass_fds),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -49,7 +50,8 @@ class Service:
     """A process that prints `ready`, and is started anew whenever it dies."""
 
     def __init__(self, module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> None:
-        self.start = lambda: spawn(module, *arguments, pass_fds=pass_fds)
+        self.command = (module, *arguments)
+        self.pass_fds = pass_fds
         self.process: Process | None = None
         self.pids: list[int] = []
         self.watching: asyncio.Task[None] | None = None
@@ -72,7 +74,7 @@ class Service:
 
     async def _watch(self, ready: asyncio.Event) -> None:
         while True:
-            self.process = await self.start()
+            self.process = await spawn(*self.command, pass_fds=self.pass_fds)
             self.pids.append(self.process.pid)
             assert self.process.stdout is not None
             if await self.process.stdout.readline() == b"ready\n":
@@ -158,11 +160,19 @@ class World:
         self.random.shuffle(plan)
         for who in plan:
             await asyncio.sleep(self.random.random() * 2 * pause_s)
-            while (pid := self._victim(who, services)) is None:  # noqa: ASYNC110
+            while not self._shot(self._victim(who, services)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+            self.killed[who] += 1
+
+    def _shot(self, pid: int | None) -> bool:
+        """False when there is nobody to kill just now; we may not have noticed yet that a process has ended."""
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             self.pids.append(pid)
-            self.killed[who] += 1
+            return True
+        return False
 
     def _victim(self, who: str, services: dict[str, Service | GatewayProcess]) -> int | None:
         if who != "harness":
