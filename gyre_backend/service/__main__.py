@@ -11,13 +11,13 @@ import argparse
 import asyncio
 import logging
 import os
-import secrets
 import sys
 from pathlib import Path
 
 from gyre_backend.config import load_config
 from gyre_backend.processes import die_with_parent
 from gyre_backend.service.serve import first_error, serve
+from gyre_backend.service.tokens import admin_token
 from gyre_sdk.errors import GyreError
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(chosen.config)
         run_dir = chosen.run_dir.resolve()
-        token = os.environ.pop("GYRE_ADMIN_TOKEN", "") or _made_token(run_dir)
+        token = os.environ.pop("GYRE_ADMIN_TOKEN", "") or admin_token(run_dir)
         asyncio.run(serve(config, run_dir, token, chosen.host, chosen.port, keep_serving=False))
     except GyreError as error:
         return _say(error)
@@ -56,15 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _say(error: GyreError) -> int:
     sys.stderr.write(f"error: {error}\n")
     return 2
-
-
-def _made_token(run_dir: Path) -> str:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_urlsafe(32)
-    handle = os.open(run_dir / "admin-token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(token)
-    return token
 
 
 if __name__ == "__main__":

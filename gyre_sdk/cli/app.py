@@ -34,6 +34,13 @@ _COMMANDS = {
     ),
 }
 
+_OTHERS = {
+    "serve": "The backend of a run as a service of its own.",
+    "sim": "Simulate a cluster: one run with its role timeline, or a sweep.",
+    "forecast": "Which scheduler, cells and limits would suit a recorded workload.",
+}
+"""What is said of the backend's commands, which are imported only when they are used."""
+
 
 def make_app() -> cyclopts.App:
     """The `gyre` app. Commands are imported when they are used; the backend's are found by entry point."""
@@ -46,7 +53,7 @@ def make_app() -> cyclopts.App:
     for name, (target, text) in _COMMANDS.items():
         app.command(target, name=name, help=text)
     for entry in sorted(entry_points(group="gyre.commands"), key=lambda e: e.name):
-        app.command(entry.value, name=entry.name)
+        app.command(entry.value, name=entry.name, help=_OTHERS.get(entry.name))
     return app
 
 

@@ -46,7 +46,7 @@ def demo(
     steps
         Optimizer steps.
     run_dir
-        Where to record; the default is ./runs/<time>-demo.
+        Where to record; the default is ./runs/TIME-demo.
     """
     console = Console()
     folder = make_run_dir(run_dir, "demo")

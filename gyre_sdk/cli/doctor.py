@@ -15,6 +15,7 @@ from typing import Literal
 import anyio
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gyre_sdk.errors import GyreError
 
@@ -43,7 +44,9 @@ def doctor() -> int:
         for check in CHECKS:
             findings += check()
     for finding in findings:
-        table.add_row(finding.what, f"[{_COLOURS[finding.state]}]{finding.state}[/]", finding.detail)
+        # Text, not markup: what a tool says may hold brackets.
+        state = Text(finding.state, style=_COLOURS[finding.state])
+        table.add_row(Text(finding.what), state, Text(finding.detail))
     console.print(table)
     bad = [f.what for f in findings if f.needed and f.state != "ok"]
     console.print(

@@ -21,7 +21,7 @@ from gyre_sdk.wire import encode, file_header, verify
 
 def import_(
     *sources: Path,
-    into: Annotated[Path | None, Parameter(help="the run's folder; default: ./runs/<time>-import")] = None,
+    into: Annotated[Path | None, Parameter(help="the run's folder; default: ./runs/TIME-import")] = None,
 ) -> int:
     """Bring executions into a run. What the run holds already is left alone, and said.
 

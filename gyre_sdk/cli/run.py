@@ -17,6 +17,7 @@ from gyre_sdk.cli.gateway import open_gateway
 from gyre_sdk.cli.live import RunView
 from gyre_sdk.cli.report import print_report
 from gyre_sdk.environments import load_tasks
+from gyre_sdk.environments.sandbox.choose import resolve
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.harness.config import SamplingConfig
 from gyre_sdk.harness.pool import Finished, PlannedExecution, Pool, load_or_make_plan, plan_groups
@@ -73,15 +74,18 @@ def run(
     temperature, max_new_tokens
         Sampling, pinned by the gateway whatever the harness asks for.
     run_dir
-        Where to record; the default is ./runs/<time>-run.
+        Where to record; the default is ./runs/TIME-run.
     resume
         Go on with the run in --run-dir: finished executions are kept, the others start again.
     """
     console = Console()
     if group_size < 1:
         raise ConfigError(f"--group-size must be at least 1, not {group_size}")
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, not {jobs}")
     found = load_tasks(tasks, only=[name for name in only.split(",") if name] or None)
     agent = make_agent(harness, harness_install)
+    anyio.run(resolve, sandbox)  # a machine without such sandboxes is told once, before anything is recorded
     folder = make_run_dir(run_dir, "run")
     plan = load_or_make_plan(folder, lambda: plan_groups(found, group_size), resume=resume)
     settings = RunnerSettings(sandbox=sandbox, deadline_s=deadline)
