@@ -10,7 +10,8 @@ overhead_ms_*      client's send to client's receipt of a whole reply; the engin
 calls_per_s        over the whole row
 cpu_ms_per_call    CPU time of the gateway's process, all threads: what other load on the machine does not change much
 late_over_early    median overhead of turns 46-50 over that of turns 4-8
-bytes_per_unique_token   resident memory added by the executions, over unique tokens in their graphs
+bytes_per_unique_token   resident memory added by the executions, over unique tokens in their graphs, once free memory was given
+                         back to the system (the gateway does so every 30 s); bytes_before is the same before that
 fsync_ms_p50       what the disk takes for one sync of 2 kB, measured next to it: each call needs two
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from gyre_sdk.capture.gateway import ExecutionSpec, Gateway
+from gyre_sdk.capture.memory import give_back
 from gyre_sdk.capture.renderer import load_renderer
 from gyre_sdk.sampling import Completion, GenerateRequest, ModelInfo
 from gyre_sdk.testing import tiny_model_dir
@@ -133,6 +135,8 @@ async def _row(concurrency: int, turns: int, think: float, folder: Path) -> dict
         seconds = await asyncio.to_thread(results.get)
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         await asyncio.to_thread(process.join)
+        held = _resident() - before
+        give_back()
         added = _resident() - before
         unique = sum(handle.graph.unique_tokens for handle in handles)
         context_tokens = handles[0].graph.call_length(turns - 1)
@@ -152,6 +156,7 @@ async def _row(concurrency: int, turns: int, think: float, folder: Path) -> dict
         "cpu_ms_per_call": round(cpu * 1e3 / len(overhead), 2),
         "late_over_early": round(late / early, 2),
         "bytes_per_unique_token": round(added / unique, 1),
+        "bytes_before": round(held / unique, 1),
         "unique_tokens": unique,
         "fsync_ms_p50": round(_fsync_ms(folder), 2),
     }
@@ -171,7 +176,7 @@ def _fsync_ms(folder: Path) -> float:
 
 
 COLUMNS = ("concurrency", "think_s", "overhead_ms_p50", "overhead_ms_p99", "calls_per_s", "cpu_ms_per_call")
-COLUMNS += ("late_over_early", "bytes_per_unique_token", "fsync_ms_p50")
+COLUMNS += ("late_over_early", "bytes_per_unique_token", "bytes_before", "fsync_ms_p50")
 
 
 def main() -> None:

@@ -20,6 +20,9 @@ from gyre_sdk.capture.model import (
 from gyre_sdk.capture.tokenizer import FolderTokenizer
 from gyre_sdk.errors import ConfigError, RequestError
 
+_DSML = "<｜DSML｜"
+"""How a tool call of DeepSeek V4 opens: partly plain text."""
+
 
 class FamilyRenderer:
     """One family of `renderers` (`qwen3`, `glm-5`, `kimi-k2`, `minimax-m2`, `deepseek-v3`, `llama-3`, `gpt-oss` ...)."""
@@ -84,9 +87,7 @@ class FamilyRenderer:
         reasoning = parsed.reasoning_content or ""
         if not final:
             # The whole reply's text comes without white space in front; what was streamed must be how it begins.
-            reasoning, text = reasoning.lstrip(), text.lstrip()
-            if self.family == "llama-3" and text.startswith("{"):
-                text = ""  # a call, as it seems: this family has no mark in front of one
+            reasoning, text = reasoning.lstrip(), _before_call(text.lstrip(), self.family)
         tokens = round(len(listed) * len(reasoning) / max(1, len(self.decode(listed)))) if reasoning else 0
         return ParsedReply(text=text, reasoning=reasoning, calls=tuple(calls), reasoning_tokens=tokens)
 
@@ -110,6 +111,17 @@ class FamilyRenderer:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
+
+
+def _before_call(text: str, family: str) -> str:
+    """What of a partial text surely is text. In most families calls open with a token of their own; not in these."""
+    if family == "llama-3" and text.startswith("{"):
+        return ""
+    if family != "deepseek-v4":
+        return text
+    text = text.partition(_DSML)[0]
+    begun = next((size for size in range(len(_DSML) - 1, 0, -1) if text.endswith(_DSML[:size])), 0)
+    return text[: len(text) - begun]
 
 
 def _openai(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:

@@ -28,6 +28,7 @@ from gyre_sdk.capture.dialects.gemini import GeminiDialect
 from gyre_sdk.capture.dialects.messages import MessagesDialect
 from gyre_sdk.capture.dialects.responses import ResponsesDialect
 from gyre_sdk.capture.gateway_metrics import GatewayMetrics
+from gyre_sdk.capture.memory import give_back_for_ever
 from gyre_sdk.capture.model import ChatRenderer
 from gyre_sdk.capture.rates import Bucket
 from gyre_sdk.capture.recorder import Recorder
@@ -365,9 +366,11 @@ class Gateway:
         app.router.routes.extend(routes)
         async with serve_app(app, host, port, tls=tls, listener=listener) as url:
             self.base_url = url
+            memory = asyncio.create_task(give_back_for_ever(), name="gyre-memory")
             try:
                 yield url
             finally:
+                memory.cancel()
                 # Running calls are told before their connections are closed.
                 for recorder in self._recorders.values():
                     await recorder.stop()

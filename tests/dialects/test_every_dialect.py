@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,24 @@ async def test_size_and_rate_limits(tmp_path: Path, speaker: type[Speaker], stre
 
 def key(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}", "x-api-key": token, "x-goog-api-key": token}
+
+
+@every_dialect
+async def test_the_error_of_a_broken_stream_says_that_asking_again_may_help(
+    tmp_path: Path, speaker: type[Speaker]
+) -> None:
+    """By a code in the event, or as the provider's bare error: what its CLI was seen to go by."""
+    fault = Fault("gone", after=6, say=Say("a reply that is cut in the middle"))
+    async with make_rig(tmp_path, [fault]) as rig:
+        client = speaker(rig.http)
+        client.user("hi")
+        received, _ = await read_until_broken(rig.http, client.url(True), client.body(True))
+        last = received.strip().splitlines()[-1]
+        if client.name == "chat":
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "503"
+        elif client.name == "gemini":
+            assert json.loads(last)["error"]["code"] == 503
+        elif client.name == "messages":
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+        else:
+            assert json.loads(last.removeprefix("data: "))["type"] == "response.failed"

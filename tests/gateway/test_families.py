@@ -49,6 +49,10 @@ FAMILIES = {
         "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> "
         "<｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
     ),
+    "deepseek-v4": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜latest_reminder｜> <｜action｜> "
+        "<｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜> <think> </think> ｜DSML｜"
+    ),
     "llama-3": ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|end_of_text|> <|eom_id|>"),
     "nemotron-3": (
         "<|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"

@@ -219,3 +219,58 @@ async def test_hidden_probe_requests(tmp_path: Path) -> None:
         assert (await rig.http.head("/")).status_code == 200
         assert (await rig.http.get("/healthz")).json()["status"] == "ok"
         assert (await rig.http.get("/nowhere")).status_code == 404
+
+
+async def test_a_reminder_behind_the_summary_instruction(tmp_path: Path) -> None:
+    """Claude Code puts a system message behind what it asks; it is still what it asks."""
+
+    def script(call: ScriptedCall) -> Say:
+        return Say(SUMMARY) if "detailed summary" in call.prompt[-900:] else Say("Working.")
+
+    async with make_rig(tmp_path, script) as rig:
+        main = ClaudeCode(rig.http)
+        await main.ask("Replace the parser.")
+        main.user("Your task is to create a detailed summary of the conversation so far.")
+        main.history.append({"role": "system", "content": [{"type": "text", "text": "You may use agents. " * 20}]})
+        await main.ask()
+        main.history = [{"role": "user", "content": f"This session continues. {SUMMARY}"}]
+        await main.ask()
+        assert roles(rig) == ["main", "main-summary", "main"]
+        assert links(rig) == {("compacts", 1, 2)}
+
+
+async def test_a_task_behind_the_surroundings_and_an_answer_in_a_tool_call(tmp_path: Path) -> None:
+    """Qwen Code and Codex tell a subagent where it is before its task; Gemini CLI's end with a call that holds the answer."""
+    answer = "The files are src/a.py and src/b.py, nothing else uses it."
+
+    def script(call: ScriptedCall) -> Say:
+        if call.number == 0:
+            return Say("I delegate.", calls=(("bash", json.dumps({"command": TASK})),))
+        if call.number == 1:
+            return Say("", calls=(("bash", json.dumps({"command": "ls", "a": {"response": answer}})),))
+        return Say("Done then.")
+
+    async with make_rig(tmp_path, script) as rig:
+        main = Gemini(rig.http)
+        first = await main.say("Replace the parser.")
+        helper = Gemini(rig.http)
+        helper.user("This is the folder: /app, with 3 files. The date is Sunday.")
+        await helper.say(TASK)
+        main.results(first, [f"Subagent finished. Result: {answer}"])
+        await main.say()
+        assert roles(rig) == ["main", "subagent", "main"]
+        assert links(rig) == {("forks", 0, 1), ("returns", 1, 2)}
+        assert [link.reason for link in rig.graph.links() if link.kind == "forks"] == [
+            "the prompt of a tool call reappears"
+        ]
+
+
+async def test_the_same_messages_in_another_window_are_no_retry(tmp_path: Path) -> None:
+    """Two compactions of Codex may leave the same words."""
+    async with make_rig(tmp_path, ["one of the replies", "another of the replies"]) as rig:
+        client = Codex(rig.http)
+        await client.ask("Replace the parser.")
+        client.history, client.window = client.history[:1], 1
+        await client.ask()
+        assert "retries" not in {kind for kind, _, _ in links(rig)}
+        assert roles(rig) == ["main", "main"]
