@@ -81,8 +81,12 @@ def run(
     console = Console()
     if group_size < 1:
         raise ConfigError(f"--group-size must be at least 1, not {group_size}")
+    if resume and run_dir is None:
+        raise ConfigError("--resume needs --run-dir: the folder of the run to go on with")
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, not {jobs}")
+    if resume and run_dir is None:
+        raise ConfigError("--resume needs --run-dir: the run to go on with (`gyre runs ls` lists them)")
     found = load_tasks(tasks, only=[name for name in only.split(",") if name] or None)
     agent = make_agent(harness, harness_install)
     anyio.run(resolve, sandbox)  # a machine without such sandboxes is told once, before anything is recorded

@@ -10,6 +10,7 @@ A preset is a small TOML file. Strings in `command`, `env` and `files` may hold 
     {workdir}      the task's working directory inside the sandbox
     {config}       a private folder inside the sandbox; the keys of `files` are paths in it
     {install}      the folder of the harness's installation on this machine, visible read-only inside the sandbox
+                   (only where `install_dir` or --harness-install names one)
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class HarnessPreset(pydantic.BaseModel):
     dialect: str
     """Wire format it speaks: chat | responses | messages | gemini."""
     command: tuple[str, ...]
-    """argv; the first word is found in {install}/bin or on the sandbox's PATH."""
-    install: str
+    """argv; the first word is found in {install}/bin, in {install}, or among the system's programs."""
+    install: str = ""
     """How to install it, for the error message when it is missing."""
-    install_dir: str = ".venv-mini"
-    """Folder of the installation, relative to the working directory, when the user names none."""
+    install_dir: str = ""
+    """Folder of the installation when the user names none: relative to the working directory in a preset that ships with Gyre,
+    to the preset's own folder in a user's. Empty: a program of the system is enough."""
     env: dict[str, str] = {}
     files: dict[str, str] = {}
     """Path under {config} -> content."""
@@ -69,13 +71,23 @@ def preset_names() -> list[str]:
 
 def load_preset(name_or_path: str) -> HarnessPreset:
     """A shipped preset by name, or the user's own by the path of a .toml file. Raises ConfigError."""
+    folder = Path(name_or_path, "preset.toml")
+    if folder.is_file() and name_or_path not in preset_names():
+        return load_preset(str(folder))
     own = name_or_path.endswith(".toml")
     path = Path(name_or_path) if own else PRESETS / f"{name_or_path}.toml"
     if not path.is_file():
         what = f"no file {path}" if own else f"unknown harness {name_or_path!r}"
-        raise ConfigError(f"{what}; known are: {', '.join(preset_names())}; or give the path of a preset.toml")
+        raise ConfigError(
+            f"{what}; known are: oracle, nop, {', '.join(preset_names())}; or give the path of a preset.toml"
+        )
     try:
-        return HarnessPreset.model_validate(tomllib.loads(path.read_text()))
+        preset = HarnessPreset.model_validate(tomllib.loads(path.read_text()))
+        if own and preset.install_dir:
+            preset = preset.model_copy(update={"install_dir": str(path.resolve().parent / preset.install_dir)})
+        return preset
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except pydantic.ValidationError as error:
@@ -83,13 +95,19 @@ def load_preset(name_or_path: str) -> HarnessPreset:
 
 
 def first_problem(error: pydantic.ValidationError) -> str:
-    """The first validation problem as one line: where, and what was expected."""
-    problem: Any = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"]) or "file"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: no such setting{more}"
-    return f"{where}: {problem['msg']}{more}"
+    """The validation problems as one line: every missing key, or the first problem of another kind and where it is."""
+    problems: list[Any] = error.errors()
+    missing = [_where(problem) for problem in problems if problem["type"] == "missing"]
+    if missing:
+        return f"{', '.join(missing)}: needed, but not given"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if problems[0]["type"] == "extra_forbidden":
+        return f"{_where(problems[0])}: no such setting{more}"
+    return f"{_where(problems[0])}: {problems[0]['msg']}{more}"
+
+
+def _where(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"]) or "file"
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import secrets
 import shlex
 import shutil
@@ -25,6 +26,9 @@ from gyre_sdk.errors import SandboxError
 _START_S = 600.0
 _CALL_S = 120.0
 _DEFAULT_IMAGE = "debian:bookworm-slim"
+_SHELL = """/bin/bash -c '"$@"; exit $?' gyre "$@\""""
+"""setsid tells a signal as an exit code like any other; a shell tells it as 128 and its number."""
+_MOST_FILES, _MOST_PROCESSES = 1 << 20, 1 << 15
 _INIT = "trap '' TERM INT HUP; while :; do sleep 3600 & wait; done"
 """As process 1 it can't be killed from inside, and reaps what is orphaned."""
 
@@ -41,6 +45,15 @@ def engine_problem(engine: str) -> str:
         lines = [line for line in (answer.stderr + answer.stdout).strip().splitlines() if line]
         return f"{engine} does not answer: {lines[-1] if lines else 'no message'}"
     return ""
+
+
+def _own_limits() -> list[str]:
+    """podman asks for more open files and processes than root without CAP_SYS_RESOURCE may give (inside a container or a small VM):
+    ask for what we have. Processes are limited by the control group anyway."""
+    files, processes = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    files = _MOST_FILES if files == resource.RLIM_INFINITY else min(files, _MOST_FILES)
+    processes = _MOST_PROCESSES if processes == resource.RLIM_INFINITY else min(processes, _MOST_PROCESSES)
+    return ["--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={processes}:{processes}"]
 
 
 class ContainerSandbox(Sandbox):
@@ -84,6 +97,7 @@ class ContainerSandbox(Sandbox):
         argv += [f"--cpus={limits.cpus}"] if limits.cpus else []
         argv += [f"--memory={limits.memory_mb}m"] if limits.memory_mb else []
         argv += [f"--pids-limit={limits.pids}"] if limits.pids else []
+        argv += _own_limits() if self.backend == "podman" else []
         for source, target in self.spec.read_only_mounts.items():
             argv += ["-v", f"{source}:{target}:ro"]
         argv += [self.spec.image or _DEFAULT_IMAGE, "-c", _INIT]
@@ -139,7 +153,7 @@ class ContainerSandbox(Sandbox):
         wanted = command.user if command.user is not None else self.spec.user
         call += ["-u", wanted] if wanted is not None else []
         # A session of its own, marked so that it can be found again and killed.
-        return [*call, self.name, "/bin/bash", "-c", f': {mark}; exec setsid -w "$@"', mark, *command.argv]
+        return [*call, self.name, "/bin/bash", "-c", f": {mark}; exec setsid -w {_SHELL}", mark, *command.argv]
 
     async def _start_process(self, argv: Sequence[str], out: Drain, err: Drain) -> asyncio.subprocess.Process:
         try:
