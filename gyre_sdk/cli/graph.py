@@ -67,7 +67,9 @@ def _executions(run: Path) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=f"{run}", title_justify="left")
     for column in ("execution", "group", "task", "calls", "sampled tokens", "outcome", "note"):
         # An id is typed again, so it is never cut.
-        table.add_column(column, no_wrap=column == "execution", overflow="fold" if column == "execution" else "ellipsis")
+        table.add_column(
+            column, no_wrap=column == "execution", overflow="fold" if column == "execution" else "ellipsis"
+        )
     for one in summaries(run):
         outcome = "running or killed" if one.outcome is None else outcome_word(one.outcome)
         note = one.damage or (one.outcome.message if one.outcome is not None else "")

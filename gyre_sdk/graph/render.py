@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gyre_sdk.graph.branch_graph import BranchGraph
-from gyre_sdk.graph.nodes import CallLink, Leaf
+from gyre_sdk.graph.nodes import CallLink, Leaf, Node
 from gyre_sdk.graph.segments import Segment, segments
 from gyre_sdk.graph.views import typed_edges
 
@@ -196,18 +196,28 @@ def why_rows(graph: BranchGraph) -> list[tuple[str, ...]]:
         given = sum(len(node) for node in own if node.call < 0)
         sampled = sum(len(node) for node in own if node.call >= 0)
         name = f"call {leaf.call}" + (" (orphan)" if leaf.orphan else "")
-        because = "; ".join(describe(link) for link in links) or _because(graph, leaf, own[0].id if own else "")
+        because = "; ".join(describe(link) for link in links) or _because(graph, leaf, own[0] if own else None)
         rows.append((name, leaf.role, because, f"{leaf.num_tokens:,}", f"{given:,}", f"{sampled:,}", spent))
     return rows
 
 
-def _because(graph: BranchGraph, leaf: Leaf, first_own: str) -> str:
+def _because(graph: BranchGraph, leaf: Leaf, first: Node | None) -> str:
+    """Why a branch without a typed edge exists. `first`: the first node that no earlier branch holds."""
     label = graph.labels.get(leaf.call)
     if label is not None and label[1]:
         return clean(label[1])
-    if leaf.nodes[0].id == first_own:
+    if first is None or first.parent is None:
         return "a context of its own"
-    return "parts from an earlier branch without a recorded reason"
+    call = graph.calls[first.owner]
+    base = graph.calls.get(call.base_call)
+    if base is None:
+        return f"shares its first {first.start:,} tokens with call {first.parent.owner}, then differs"
+    kept, length = call.base_len - base.prompt_tokens, len(base.output_ids)
+    if kept >= length:
+        return f"goes on from call {base.number}, beside another branch that does"
+    how = "without its reply" if kept <= 0 else f"after {kept} of the {length} tokens of its reply"
+    ended = f" (which ended by {base.finish})" if base.finish not in ("stop", None) else ""
+    return f"the harness went on from call {base.number} {how}{ended}"
 
 
 def age(seconds: float) -> str:

@@ -13,8 +13,8 @@ from gyre_sdk.graph import BranchGraph
 from gyre_sdk.graph.loading import find_log, load_graph
 from gyre_sdk.graph.render import clean, render_graph, why_rows
 from gyre_sdk.graph.segments import Segment, segments
-from gyre_sdk.wire import encode, file_header, pack_ids
-from gyre_sdk.wire.records import Failed, Intent, Opened, Outcome, Sealed
+from gyre_sdk.wire import encode, file_header, pack_floats, pack_ids
+from gyre_sdk.wire.records import Failed, Intent, Opened, Outcome, Result, Sealed, Span
 from tests.exporters.examples import example, records
 from tests.graph.programs import Harness, Step, programs
 
@@ -64,6 +64,46 @@ def test_segments_hold_every_node_once_and_costs_add_up(program: list[Step]) -> 
     rows = why_rows(graph)
     assert sum(int(row[4].replace(",", "")) + int(row[5].replace(",", "")) for row in rows) == graph.unique_tokens
     shown(graph, why=True)
+
+
+def reasons(*intents: Intent, finish: str = "stop") -> list[str]:
+    """The `because` of every branch of calls with these prompts, each of which is answered with three tokens."""
+    graph = BranchGraph.replay([Opened(execution="e", at=0.0)])
+    for intent in intents:
+        graph.apply(intent)
+        ids = [50 + 3 * intent.call + place for place in range(3)]
+        graph.apply(
+            Result(
+                call=intent.call,
+                at=2.0,
+                ids=pack_ids(ids),
+                logprobs=pack_floats([-1.0] * 3),
+                versions=(Span(0, 0, 3),),
+                finish=finish,  # type: ignore[arg-type]
+            )
+        )
+    return [row[2] for row in why_rows(graph)]
+
+
+def ask(call: int, delta: list[int], base_call: int = -1, base_len: int = 0) -> Intent:
+    return Intent(call=call, at=1.0, dialect="chat", base_call=base_call, base_len=base_len, delta=pack_ids(delta))
+
+
+def test_a_branch_without_an_edge_has_a_reason_too() -> None:
+    first = ask(0, [1, 2, 3])
+    assert reasons(first) == ["a context of its own"]
+    # The template's last tokens differ when the reply is left out: the base ends before the prompt does.
+    assert reasons(first, ask(1, [9, 3], 0, 2), finish="length")[1] == (
+        "the harness went on from call 0 without its reply (which ended by length)"
+    )
+    assert (
+        reasons(first, ask(1, [9], 0, 5))[1] == "the harness went on from call 0 after 2 of the 3 tokens of its reply"
+    )
+    assert (
+        reasons(first, ask(1, [7], 0, 6), ask(2, [8], 0, 6))[1]
+        == "goes on from call 0, beside another branch that does"
+    )
+    assert reasons(first, ask(1, [1, 2, 9]))[1] == "shares its first 2 tokens with call 0, then differs"
 
 
 def test_hostile_text_is_inert() -> None:
