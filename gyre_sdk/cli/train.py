@@ -70,6 +70,8 @@ def train(
     """
     console = Console()
     settings = load_run_file(config)
+    if resume and run_dir is None:
+        raise ConfigError("--resume needs --run-dir: the run to go on with (`gyre runs ls` lists them)")
     folder = make_run_dir(run_dir, "train")
     if (folder / "config.toml").exists() and not resume:
         raise ConfigError(f"{folder} holds a run already; give another --run-dir, or --resume to go on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_DIR = "/tmp/gyre-harness"
 """Where a harness's configuration and trajectory live inside the sandbox."""
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +69,30 @@ class CliAgent:
         self.preset = preset
         self.name = preset.name
         self.exit_ok = preset.exit_ok
-        self.install = (install or Path(preset.install_dir)).expanduser().resolve()
+        place = install or (Path(preset.install_dir) if preset.install_dir else None)
+        self.install = place.expanduser().resolve() if place else None
         self.executable = self._find_executable()
 
     def _find_executable(self) -> str:
         word = self.preset.command[0]
-        found = self.install / "bin" / word
-        if found.is_file():
-            return str(found)
-        raise ConfigError(
-            f"harness {self.name}: {word!r} is not in {self.install / 'bin'}. Install it: {self.preset.install}"
-        )
+        if self.install is not None:
+            if not self.install.is_dir():
+                raise ConfigError(f"harness {self.name}: no folder {self.install}.{self._how()}")
+            for found in (self.install / "bin" / word, self.install / word):
+                if found.is_file():
+                    return str(found)
+        if found_here := shutil.which(word, path=_SYSTEM_PATH):
+            return found_here
+        where = f"in {self.install / 'bin'} or " if self.install else ""
+        raise ConfigError(f"harness {self.name}: {word!r} is not {where}among the system's programs.{self._how()}")
+
+    def _how(self) -> str:
+        return f" Install it: {self.preset.install}" if self.preset.install else ""
 
     def mounts(self) -> Mapping[Path, str]:
         """The installation, and the interpreter that its virtual environment stands on."""
+        if self.install is None or self.install == Path("/usr"):
+            return {}
         wanted = [self.install]
         config = self.install / "pyvenv.cfg"
         if config.is_file():
@@ -100,7 +112,7 @@ class CliAgent:
             "deadline_s": str(int(context.deadline_s)),
             "workdir": context.task.workdir,
             "config": CONFIG_DIR,
-            "install": str(self.install),
+            "install": str(self.install or ""),
         }
 
     async def run(self, sandbox: Sandbox, context: AgentContext) -> int:
@@ -108,7 +120,7 @@ class CliAgent:
         values = self._values(context)
         await self._write_files(sandbox, values)
         argv = [self.executable, *(fill(word, values) for word in self.preset.command[1:])]
-        path = f"{self.install / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        path = f"{self.install / 'bin'}:{_SYSTEM_PATH}" if self.install else _SYSTEM_PATH
         env = {"PATH": path, "HOME": f"{CONFIG_DIR}/home", "LANG": "C.UTF-8", "GYRE_DEADLINE_S": values["deadline_s"]}
         env |= {key: fill(text, values) for key, text in self.preset.env.items()}
         with context.log.open("ab") as log:

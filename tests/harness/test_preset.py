@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre_sdk.errors import ConfigError
-from gyre_sdk.harness.preset import PLACEHOLDERS, fill, load_preset, preset_names
+from gyre_sdk.harness.agents import CliAgent
+from gyre_sdk.harness.preset import PLACEHOLDERS, HarnessPreset, fill, load_preset, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -31,8 +34,9 @@ def test_unknown_harness_names_the_known_ones() -> None:
     ("text", "message"),
     [
         ("name = 1 =", "not valid TOML"),
+        ("", "name, dialect, command: needed, but not given"),
         ('name = "x"\ndialect = "chat"\ncommand = ["a"]\ninstall = "i"\nbogus = 1', "bogus: no such setting"),
-        ('name = "x"\ndialect = "chat"\ninstall = "i"', "command: Field required"),
+        ('name = "x"\ndialect = "chat"\ninstall = "i"', "command: needed, but not given"),
         (
             'name = "x"\ndialect = "chat"\ninstall = "i"\ncommand = ["a", "{nosuch}"]',
             r"unknown placeholder \{nosuch\}",
@@ -61,3 +65,50 @@ def test_fill_is_one_pass() -> None:
     """A value that looks like a placeholder (an instruction written by anyone) is not expanded again."""
     assert fill("{instruction} {token}", {"instruction": "{token}", "token": "secret"}) == "{token} secret"
     assert fill("{{task}} ${HOME} {x}", {"task": "no"}) == "{no} ${HOME} {x}"
+
+
+def own(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "preset.toml").write_text('name = "own"\ndialect = "chat"\n' + text)
+    return folder
+
+
+def test_a_folder_with_a_preset_is_a_harness_and_its_paths_start_there(tmp_path: Path) -> None:
+    folder = own(tmp_path / "mine", 'command = ["python3", "{install}/loop.py"]\ninstall_dir = "."')
+    for given_as in (folder, folder / "preset.toml"):
+        agent = CliAgent(load_preset(str(given_as)))
+        assert agent.install == folder
+        assert Path(agent.executable).name == "python3"
+        assert agent.mounts() == {folder: str(folder)}
+
+
+def test_a_program_of_the_system_needs_no_installation(tmp_path: Path) -> None:
+    agent = CliAgent(load_preset(str(own(tmp_path, 'command = ["sh", "-c", "true"]'))))
+    assert (agent.install, agent.mounts()) == (None, {})
+
+
+def test_the_installation_comes_before_the_system(tmp_path: Path) -> None:
+    folder = own(tmp_path, 'command = ["sh"]\ninstall_dir = "."')
+    for place in ("sh", "bin/sh"):
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).touch()
+        assert CliAgent(load_preset(str(folder))).executable == str(folder / place)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('command = ["no-such-program"]', "'no-such-program' is not among the system's programs"),
+        ('command = ["sh"]\ninstall_dir = "gone"\ninstall = "make it"', "no folder .*gone. Install it: make it"),
+    ],
+)
+def test_what_is_missing_is_told(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliAgent(load_preset(str(own(tmp_path, text))))
+
+
+def test_the_harness_of_the_docs_is_whole() -> None:
+    page = (Path(__file__).parents[2] / "docs/presets.md").read_text()
+    preset, program = re.findall(r"```(?:toml|python)\n# mine/\S+\n(.*?)```", page, re.DOTALL)
+    assert HarnessPreset.model_validate(tomllib.loads(preset)).name == "mine"
+    compile(program, "loop.py", "exec")
