@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}, "a": {"type": "integer"}}, "required": ["a"]}
 
@@ -109,23 +108,20 @@ DIALECTS = {
 }
 
 Json = Any
-_leaves: st.SearchStrategy[Json] = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=20),
-    st.text(st.characters(categories=["Cs", "Cc", "Lo", "Ps"]), max_size=8),
-    st.sampled_from(
-        [10**30, -1, 0, 1e308, "", "\x00", "\ud800", "{", "<|im_end|>", "user", "tool", "assistant", "auto"]
-    ),
-)
-_names = st.sampled_from(["role", "type", "content", "text", "name", "id", "arguments", "input", "parts", "x", ""])
-junk: st.SearchStrategy[Json] = st.recursive(
-    _leaves,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_names, inner, max_size=4)),
-    max_leaves=12,
-)
+_NAMES = ("role", "type", "content", "text", "name", "id", "arguments", "input", "parts", "x", "")
+_LEAVES: tuple[Json, ...] = (
+    None, True, False, 0, 1, -1, 3, 10**30, 0.5, -2.5, 1e308, float("nan"), float("inf"), "", "\x00", "\ud800", "{", "x" * 50,
+    "<|im_end|>", "user", "tool", "assistant", "system", "auto", "text", "\u0627\u4e2d\U0001f600", "../../etc", "\r\n",
+)  # fmt: skip
+
+
+def junk(random: Random, depth: int = 3) -> Json:
+    """Any JSON, small."""
+    kind = random.random()
+    if depth == 0 or kind < 0.6:
+        return random.choice(_LEAVES)
+    inner = [junk(random, depth - 1) for _ in range(random.randint(0, 3))]
+    return inner if kind < 0.8 else {random.choice(_NAMES): value for value in inner}
 
 
 def _places(value: Json, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -136,43 +132,42 @@ def _places(value: Json, path: tuple[str | int, ...] = ()) -> list[tuple[str | i
     return found
 
 
-@st.composite
-def mutated(draw: st.DrawFn, base: dict[str, Any]) -> bytes:
+def mutated(base: dict[str, Any], random: Random) -> bytes:
     """A body with one to three changes, or none of its structure at all, or no JSON."""
-    kind = draw(st.sampled_from(["mutated"] * 8 + ["junk", "cut", "bytes"]))
+    kind = random.choice(["mutated"] * 8 + ["junk", "cut", "bytes"])
     if kind == "junk":
-        return dumped(draw(junk))
+        return dumped(junk(random))
     if kind == "bytes":
-        return draw(st.binary(max_size=200))
+        return random.randbytes(random.randint(0, 200))
     body = copy.deepcopy(base)
-    for _ in range(draw(st.integers(1, 3))):
-        _change(draw, body)
+    for _ in range(random.randint(1, 3)):
+        _change(body, random)
     data = dumped(body)
-    return data[: draw(st.integers(0, len(data)))] if kind == "cut" else data
+    return data[: random.randint(0, len(data))] if kind == "cut" else data
 
 
-def _change(draw: st.DrawFn, body: dict[str, Any]) -> None:
+def _change(body: dict[str, Any], random: Random) -> None:
     places = _places(body)
     if not places:
         return
-    *path, last = draw(st.sampled_from(places))
+    *path, last = random.choice(places)
     holder: Json = body
     for key in path:
         holder = holder[key]
-    how = draw(st.sampled_from(["replace", "replace", "remove", "add", "double", "deep"]))
+    how = random.choice(["replace", "replace", "remove", "add", "double", "deep"])
     if how == "remove":
         del holder[last]
     elif how == "replace":
-        holder[last] = draw(junk)
+        holder[last] = junk(random)
     elif how == "deep":
         deep: Json = holder[last]
-        for _ in range(draw(st.sampled_from([3, 100, 900]))):
+        for _ in range(random.choice([3, 100, 900])):
             deep = [deep]
         holder[last] = deep
     elif isinstance(holder, list):
-        holder.append(copy.deepcopy(holder[int(last)]) if how == "double" else draw(junk))
+        holder.append(copy.deepcopy(holder[int(last)]) if how == "double" else junk(random))
     else:
-        holder[draw(_names)] = draw(junk)
+        holder[random.choice(_NAMES)] = junk(random)
 
 
 def dumped(value: Json) -> bytes:
