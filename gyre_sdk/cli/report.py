@@ -43,7 +43,9 @@ def reward_table(outcomes: Iterable[tuple[str, Outcome]]) -> Table:
 
 def indicators(runs: Sequence[ExecutionSummary]) -> list[tuple[str, str]]:
     """What decides whether elastic cells pay: the tail, the crowding at the limit, the time spent outside the engine."""
-    ended = [one for one in runs if one.wall_s is not None and one.outcome is not None]
+    ended = [
+        one for one in runs if one.wall_s is not None and one.outcome is not None and one.outcome.status != "cancelled"
+    ]
     if not ended:
         return []
     longest: dict[str, float] = {}
