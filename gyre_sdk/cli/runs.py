@@ -73,6 +73,7 @@ def _rows(root: Path) -> Iterator[tuple[str, ...]]:
         )
 
 
+@app.default
 @app.command
 def ls(*, root: Path | None = None) -> int:
     """List the runs under ROOT (default: $GYRE_RUNS or ./runs)."""

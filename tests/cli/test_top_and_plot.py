@@ -97,6 +97,13 @@ def test_top_of_an_empty_run_and_as_a_command(tmp_path: Path, capsys: pytest.Cap
         make_app()(["top", str(tmp_path / "other"), "--interval", "0"])
 
 
+def test_runs_alone_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "a-run-with-quite-a-long-name")
+    for words in (["runs", "--root", str(tmp_path)], ["runs", "ls", "--root", str(tmp_path)]):
+        assert make_app()(words) == 0
+        assert "a-run-with-quite-a-long-name" in capsys.readouterr().out
+
+
 def test_token_rates_count_a_reply_over_the_time_it_took(tmp_path: Path) -> None:
     data = read(make_run(tmp_path / "run"))
     # The seven replies took half a second each and sampled 3 + 2 + 2 + 3 + 2 + 2 + 1 tokens, in seven and a half seconds.
