@@ -18,7 +18,7 @@ from gyre_sdk.graph.segments import Segment, segments
 from gyre_sdk.graph.views import typed_edges
 from gyre_sdk.viewer.training import Trained
 
-BUDGET = 160
+BUDGET = 100
 """Boxes shown before anything is opened."""
 PARTS = 40
 """Parts that an open run is shown as."""

@@ -165,7 +165,7 @@ function elements({ nodes, edges }) {
       const colour = ROLES[n.role] || "#8b939c", given = (100 * (n.tokens - n.sampled)) / Math.max(n.tokens, 1), pale = mix(colour, 0.14), full = mix(colour, 0.5);
       return { data: { ...n, colour, fill: `${pale} ${pale} ${full} ${full}`, stops: `0% ${given}% ${given}% 100%`, width: 46 + 11 * Math.log2(1 + n.tokens / 16), title: title(n), label: `${title(n)}\n${short(n.tokens)} tokens${n.finish && n.finish !== "stop" ? `, ${n.finish}` : ""}` } };
     }),
-    ...edges.map((e, i) => { const [line, colour] = EDGES[e.kind]; return { data: { id: `e${i}`, ...e, plain: nodes.length > 100, line, colour, label: e.kind === "continues" ? "" : plain([e.kind, e.reason && `: ${e.reason}`, e.inferred ? " (inferred)" : ""].join("")) } }; }),
+    ...edges.map((e, i) => { const [line, colour] = EDGES[e.kind]; return { data: { id: `e${i}`, ...e, plain: nodes.length > 60, line, colour, label: e.kind === "continues" ? "" : plain([e.kind, e.reason && `: ${e.reason}`, e.inferred ? " (inferred)" : ""].join("")) } }; }),
   ];
 }
 
@@ -187,8 +187,8 @@ function drawGraph(view) {
   document.body.dataset.drawn = g.nodes.length;
   if (!g.nodes.length) return;
   state.cy = cytoscape({ container: box, elements: elements(g), style: graphStyle(), minZoom: 0.03, maxZoom: 3, hideEdgesOnViewport: g.nodes.length > 500, layout: { name: "null" } });
-  const kept = g.nodes.length > 100 ? state.cy.edges("[kind = 'continues']") : state.cy.edges();   // of many boxes, the tree alone decides where they are
-  state.cy.nodes().union(kept).layout({ name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: g.nodes.length > 100 ? 46 : 95, ranker: "longest-path", animate: false, fit: false }).run();
+  const kept = g.nodes.length > 60 ? state.cy.edges("[kind = 'continues']") : state.cy.edges();   // of many boxes, the tree alone decides where they are
+  state.cy.nodes().union(kept).layout({ name: "dagre", rankDir: "LR", nodeSep: 12, rankSep: g.nodes.length > 60 ? 46 : 95, ranker: "longest-path", animate: false, fit: false }).run();
   state.cy.on("tap", "node", (event) => look(event.target.id()));
   state.cy.on("dbltap", "node", (event) => toggle(event.target.id()));
   if (view) state.cy.viewport(view);
