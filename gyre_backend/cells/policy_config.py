@@ -45,13 +45,16 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     backlog_s: float | None = 0.0
     """b: a satellite joins only if the queued work gives every training cell, itself included, b seconds. 0:
     no such gate. None: `backlog_trips` measured round trips."""
-    backlog_trips: float = 2.0
+    backlog_trips: float = 1.0
     starve_s: float | None = math.inf
     """s: a training cell returns after s seconds without work. inf: it stays until the burst's end. None:
     `starve_trips` measured round trips."""
     starve_trips: float = 1.0
     round_trip_s: float = 12.0
     """Cost of a move there and back until both have been measured, s (the paper's 8.52 + 3.46)."""
+    stay_trips: float = 0.0
+    """A core without a step stays in training if the next step's last group is expected within this many measured round
+    trips, whatever waits for slots: where steps are short against moves, a fixed side is the better one."""
     release_at_burst_end: bool = True
     """Training cells return after each burst (the core stays if the next batch is ready and the rest covers
     w)."""
@@ -78,7 +81,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"scheduler.queue_limit must be > 0, got {self.queue_limit}")
         if self.in_flight_extra is None and self.max_staleness is None:
             raise ConfigError("scheduler.in_flight_extra must be given when max_staleness is not")
-        for name in ("in_flight_extra", "hold_s", "backlog_trips", "starve_trips", "round_trip_s"):
+        for name in ("in_flight_extra", "hold_s", "backlog_trips", "starve_trips", "stay_trips", "round_trip_s"):
             if not 0 <= (getattr(self, name) or 0.0) < math.inf:
                 raise ConfigError(f"scheduler.{name} must be a finite number >= 0, got {getattr(self, name)}")
         for name in ("readiness", "switch_ratio"):
@@ -134,11 +137,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "gyre": {
         "max_staleness": 1,
         "in_flight_extra": None,
-        "queue_limit": 2.0,
         "readiness": 0.1,
         "hold_s": 0.0,
         "backlog_s": None,
         "starve_s": None,
+        "stay_trips": 5.0,
         "release_at_burst_end": False,
         "yield_to_rollout": True,
         "look_ahead": True,

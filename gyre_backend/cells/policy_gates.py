@@ -110,6 +110,14 @@ def too_many_train(state: SchedulerState, config: PolicyConfig) -> bool:
     return pressure(state, config) < (state.num_training - 1) * rest
 
 
+def core_stays(state: SchedulerState, config: PolicyConfig) -> bool:
+    """The core, idle, is needed again too soon to be worth `stay_trips` round trips; somebody else serves what is
+    unfinished."""
+    if not config.stay_trips or state.waterlevel == 0 or not state.capacity:
+        return False
+    return time_to_full(state, config) <= config.stay_trips * round_trip(state, config)
+
+
 def switch_threshold(config: PolicyConfig) -> int:
     """Step switch: groups that must be ready before the pool is reclaimed (verl's clamp)."""
     return min(max(round(config.switch_ratio * config.groups_per_step), 1), config.groups_per_step)

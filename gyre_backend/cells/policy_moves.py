@@ -95,11 +95,18 @@ def _returner(state: SchedulerState, config: PolicyConfig) -> int | None:
     stranded = state.capacity == 0 and state.waterlevel > 0
     if stranded and may_leave:
         return last
+    if last == 0 and state.phase is Phase.IDLE and gates.core_stays(state, config):
+        return None
     waits = state.waterlevel > state.capacity
     if config.yield_to_rollout and waits and may_leave and not gates.step_is_full(state, config):
         return last
     if config.look_ahead and may_leave and state.phase is not Phase.CLOSING and gates.too_many_train(state, config):
         return last
+    over = state.phase is Phase.CLOSING or (
+        state.phase is Phase.OPEN and state.queued_micro_steps == 0 and gates.step_is_full(state, config)
+    )
+    if last > 0 and config.look_ahead and over:
+        return last  # its gradient is asked for once; the optimizer steps without it, and rollout has it back sooner
     if state.starved_since is None:
         return None
     if last > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gyre_backend.cells.policy_config import PolicyConfig
-from gyre_backend.cells.policy_gates import enough_ready, lends, step_is_full
+from gyre_backend.cells.policy_gates import core_stays, enough_ready, lends, step_is_full
 from gyre_backend.cells.state import (
     Action,
     Assign,
@@ -98,6 +98,8 @@ def _rollout_comes_first(state: SchedulerState, config: PolicyConfig) -> bool:
         return False
     if state.capacity == 0 and state.waterlevel > 0:
         return True
+    if core_stays(state, config):
+        return False
     if config.yield_to_rollout and state.waterlevel > state.capacity:
         return True
     return config.look_ahead and not enough_ready(state, config) and state.waterlevel > 0

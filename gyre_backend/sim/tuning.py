@@ -160,8 +160,15 @@ def tune(
     return best(scenario, candidates(scenario, mode, staleness), max_timeout_share, finalists)
 
 
-def best(scenario: Scenario, ranked: Sequence[Summary], max_timeout_share: float, finalists: int = 2) -> Summary | None:
-    """The fastest of `ranked` (see `candidates`) within the share, finalists run again on all seeds."""
+def best(
+    scenario: Scenario,
+    ranked: Sequence[Summary],
+    max_timeout_share: float,
+    finalists: int = 2,
+    seeds: Sequence[int] | None = None,
+) -> Summary | None:
+    """The fastest of `ranked` (see `candidates`) within the share, finalists run again on all seeds (the scenario's, unless
+    given)."""
     allowed = [s for s in ranked if s.timeout_share <= max_timeout_share][:finalists]
-    again = [summarize(scenario, s.config, s.options) for s in allowed]
+    again = [summarize(scenario, s.config, s.options, seeds) for s in allowed]
     return min(again, key=lambda s: s.step_s, default=None)

@@ -30,6 +30,7 @@ def configs(draw: st.DrawFn, name: str) -> PolicyConfig:
         fields["queue_limit"] = draw(st.sampled_from([None, 0.5, 1.5]))
         fields["look_ahead"] = draw(st.booleans())
         fields["yield_to_rollout"] = draw(st.booleans())
+        fields["stay_trips"] = draw(st.sampled_from([0.0, 1.0, 5.0, 1e6]))
     if name == "gyre":
         fields["starve_s"] = draw(st.sampled_from([None, 0.0, 20.0, math.inf]))
         fields["release_at_burst_end"] = draw(st.booleans()) or fields["starve_s"] == math.inf

@@ -78,6 +78,58 @@ def test_look_ahead_joins_only_when_the_work_would_not_be_done_in_time() -> None
     assert s.MoveToTraining(1) in actions
 
 
+def in_training(*cells: Role, **fields: object) -> SchedulerState:
+    """Cells of four slots in these roles, and the sums over them."""
+    state = replace(
+        initial(len(cells), 4),
+        cells=tuple(s.CellState(role, 4) for role in cells),
+        capacity=4 * cells.count(Role.ROLLOUT),
+        num_training=cells.count(Role.TRAINING),
+        mover=cells.index(Role.ROLLOUT),
+        last_training=max(i for i, role in enumerate(cells) if role is Role.TRAINING),
+        refill=False,
+    )
+    return replace(state, **fields)
+
+
+def test_satellites_leave_as_soon_as_nothing_is_left_to_lease_in_a_full_step() -> None:
+    config = preset("gyre", groups_per_step=2, group_size=1, max_staleness=1)
+    state = in_training(
+        Role.TRAINING, Role.TRAINING, Role.ROLLOUT,
+        phase=s.Phase.OPEN, members=(Group(0, 0, 50.0), Group(1, 0, 50.0)), queued_micro_steps=1, queued_work=25.0,
+        dispatched=4, started=4, finished=2, inflight=((0, 2),), num_inflight=2, sent_at=((0, 0.0),), now=100.0,
+    )  # fmt: skip
+    _, actions = feed(state, config, s.GroupTrained(100.0, 0))
+    assert s.MoveToRollout(1) not in actions  # one micro-step is still to be had
+    _, actions = feed(state, config, s.QueueLevel(100.0, 0, 0.0))
+    assert s.MoveToRollout(1) in actions
+
+
+@pytest.mark.parametrize(("span", "stays"), [(105.0, True), (1000.0, False)])
+def test_the_core_stays_in_training_when_it_is_needed_again_within_five_round_trips(span: float, stays: bool) -> None:
+    config = preset("gyre", groups_per_step=2, group_size=2, max_staleness=1, round_trip_s=12.0)
+    state = in_training(
+        Role.TRAINING, Role.ROLLOUT,
+        dispatched=8, started=4, inflight=((0, 2), (1, 2)), num_inflight=4, sent_at=((0, 50.0), (1, 99.0)),
+        version=1, span=span, now=100.0,
+    )  # fmt: skip
+    _, actions = feed(state, config, s.Tick(100.0))  # w = 8 > C_R = 4: executions wait for slots
+    assert (s.MoveToRollout(0) not in actions) is stays
+
+
+def test_waiting_for_a_micro_step_is_no_cost_of_moving() -> None:
+    config = preset("gyre", groups_per_step=2, group_size=1)
+    state = in_training(Role.TRAINING, Role.ROLLOUT, move_seconds=(8.0, 4.0))
+    state, _ = feed(
+        replace(state, cells=(state.cells[0], s.CellState(Role.TO_ROLLOUT, 4, 0.0))), config, s.MoveDone(300.0, 1)
+    )
+    assert state.move_seconds == (8.0, 5.0)
+    state, _ = feed(
+        replace(state, cells=(state.cells[0], s.CellState(Role.TO_ROLLOUT, 4, 300.0))), config, s.MoveDone(303.0, 1)
+    )
+    assert state.move_seconds == (8.0, 3.0)
+
+
 @pytest.mark.parametrize(
     ("versions", "inflight", "expected"),
     [
