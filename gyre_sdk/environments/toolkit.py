@@ -137,7 +137,7 @@ def _ask_index() -> bool:
 async def toolkit() -> Toolkit:
     """The toolkit, prepared when it is not there yet. Raises SandboxError that says what is missing."""
     async with _lock:
-        return await asyncio.to_thread(_prepare, cache_home() / "toolkit-1")
+        return await asyncio.to_thread(_prepare, cache_home() / "toolkit-2")
 
 
 def _prepare(folder: Path) -> Toolkit:
@@ -192,6 +192,12 @@ def _fill(folder: Path, python: Path) -> None:
     extras = [part for name in PYTEST for part in ("-w", name)]
     # The names and pins the usual test.sh asks for: what uv resolves here it finds again without the network.
     _call([str(folder / "bin/uvx"), "--python", runner, *extras, "pytest", "--version"], "uv's cache", env)
+    # A project of uv resolves for every system, so it also asks for what only others need.
+    project = folder / "project"
+    project.mkdir()
+    for words in (["init", "--bare", "--python", runner], ["add", "--python", runner, *PYTEST]):
+        _call([str(folder / "bin/uv"), "--directory", str(project), *words], "uv's cache", env)
+    shutil.rmtree(project)
     (folder / "ready").touch()
 
 
