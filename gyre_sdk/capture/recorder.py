@@ -422,13 +422,14 @@ class Recorder:
 
     async def stop(self) -> None:
         """Cancel running calls. Unless it is sealed, the execution stays open and can be recovered."""
-        for call in list(self.live.values()):
-            if call.task is None and not call.done and not call.interrupted:
-                self._cancelled(call)  # its intent is still on its way to the disk
         tasks = [call.task for call in self.live.values() if call.task is not None and not call.task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for call in list(self.live.values()):
+            if not call.done and not call.interrupted:
+                # Its intent is still on its way to the disk, or its task was cancelled before it ran at all.
+                self._cancelled(call)
 
     async def close(self) -> None:
         """Stop, write what is queued, and let go of the log without sealing it."""

@@ -64,6 +64,8 @@ class GatewayProcess:
         if settings.tls is not None:
             settings.tls.check()
         self.restarts = 0
+        self.serving = False
+        """Whether a process serves just now, as far as is known."""
         self.base_url = ""
         self.recovered: list[str] = []
         """Executions of an earlier process that this one has gone on with, at its first start."""
@@ -235,6 +237,7 @@ class GatewayProcess:
             )
         ready = msgspec.json.decode(line, type=dict[str, object])
         self.base_url = str(ready["url"])
+        self.serving = True
         recovered = ready["recovered"]
         return [str(name) for name in recovered] if isinstance(recovered, list) else []
 
@@ -245,6 +248,7 @@ class GatewayProcess:
         while True:
             assert self._process is not None
             code = await self._process.wait()
+            self.serving = False
             log.warning("the gateway process ended (%d); starting another", code)
             self.restarts += 1
             while True:

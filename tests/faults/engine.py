@@ -41,8 +41,8 @@ async def main(model: Path, log: Path, listener: int, seed: int) -> None:
     random = Random(seed)
 
     def script(call: ScriptedCall) -> Say:
-        words = " ".join(random.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(random.randint(1, 12)))
-        return Say(words, chunk=2, delay=random.choice([0.0, 0.01, 0.05]))
+        words = " ".join(random.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(random.randint(5, 40)))
+        return Say(words, chunk=2, delay=random.choice([0.0, 0.03, 0.1]))
 
     engine = LoggedEngine(load_renderer(model), script)
     engine.decode_prompts = False

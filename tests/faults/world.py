@@ -54,6 +54,7 @@ class Service:
         self.pass_fds = pass_fds
         self.process: Process | None = None
         self.pids: list[int] = []
+        self.serving = False
         self.watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Service:
@@ -79,7 +80,9 @@ class Service:
             assert self.process.stdout is not None
             if await self.process.stdout.readline() == b"ready\n":
                 ready.set()
+                self.serving = True
             await self.process.wait()
+            self.serving = False
             close(self.process)
 
     @property
@@ -160,6 +163,11 @@ class World:
         self.random.shuffle(plan)
         for who in plan:
             await asyncio.sleep(self.random.random() * 2 * pause_s)
+            if who != "harness" and self.random.random() < 0.75:
+                # Most die at work; the others at any moment, which is often while they start.
+                while not services[who].serving:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(self.random.random() * 2 * pause_s)
             while not self._shot(self._victim(who, services)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             self.killed[who] += 1

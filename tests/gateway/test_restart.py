@@ -234,3 +234,26 @@ async def persistent_post_once(url: str, token: str, messages: list[dict[str, An
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, timeout=30) as http:
         with contextlib.suppress(httpx.TransportError):
             await http.post(f"{url}/v1/chat/completions", json={"messages": messages})
+
+
+async def test_an_execution_that_is_sealed_the_moment_its_call_is_resumed(tmp_path: Path) -> None:
+    """The task that goes on with the call is cancelled before it has run at all: the call must end all the same."""
+    renderer = make_renderer(tmp_path / "model")
+    engine = ScriptedEngine(renderer, lambda call: Say("slow", first_delay=30))
+    gateway = Gateway(engine, renderer, tmp_path / "run", PARTIAL)
+    async with gateway.serving() as url:
+        handle = await gateway.open(ExecutionSpec(execution="00000000000e"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(persistent_post_once, url, handle.token, [{"role": "user", "content": "go"}])
+            while not engine.log:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            await gateway.aclose()
+    again = Gateway(engine, renderer, tmp_path / "run", PARTIAL)
+    (recovered,) = await again.recover()
+    recorder = recovered.recorder
+    (call,) = recorder.live.values()
+    recorder._answer_again(call)
+    await again.seal("00000000000e", Outcome(status="harness_error"))
+    assert recovered.graph.calls[0].state == "failed"
+    assert len(engine.log) == 1
+    await again.aclose()
