@@ -19,6 +19,10 @@ GyreError
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
 
 class GyreError(Exception):
     """Base of all. `str(error)` is one line a user can act on."""
@@ -112,3 +116,44 @@ class StorageError(GyreError):
 
 class GraphError(GyreError):
     """A record that the branch graph can't take."""
+
+
+def explain_problems(model: Any, problems: Sequence[Any]) -> str:
+    """One line for the problems of a pydantic ValidationError (`error.errors()`) of `model`.
+
+    Every missing key; else the first problem, with the key that was probably meant, and how many more there are.
+    """
+    missing = [_where(problem) for problem in problems if problem["type"] == "missing"]
+    if missing:
+        return f"{', '.join(missing)}: needed, but not given"
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{_where(first)}: {_said(model, first)}{more}" if first["loc"] else f"{_said(model, first)}{more}"
+
+
+def _said(model: Any, problem: Any) -> str:
+    if problem["type"] == "extra_forbidden":
+        known = _known(model, problem["loc"])
+        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        return (
+            f"no such {'table' if len(problem['loc']) == 1 and isinstance(problem['input'], dict) else 'key'}; {hint}"
+        )
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return "must be a table"
+    text: str = problem["msg"]
+    return text.removeprefix("Value error, ").replace("Input should be", "must be")
+
+
+def _known(model: Any, loc: Sequence[Any]) -> list[str]:
+    """The keys that stand where `loc` points to."""
+    for part in loc[:-1]:
+        field = model.model_fields.get(part)
+        if field is None or not hasattr(field.annotation, "model_fields"):
+            return []
+        model = field.annotation
+    return sorted(model.model_fields)
+
+
+def _where(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"])

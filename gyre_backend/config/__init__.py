@@ -20,7 +20,7 @@ from gyre_backend.config.tables import (
     TrainTable,
     WeightsTable,
 )
-from gyre_sdk.errors import ConfigError
+from gyre_sdk.errors import ConfigError, explain_problems
 
 OTHER_SIDE = ("run", "sampling")
 """Tables of the same file that belong to the SDK's side; only `run.group_size` and `sampling.temperature`
@@ -63,10 +63,7 @@ def parse_config(data: dict[str, Any], source: str = "config") -> BackendConfig:
     try:
         return BackendConfig.model_validate(tables)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}") from error
+        raise ConfigError(f"{source}: {explain_problems(BackendConfig, error.errors())}") from error
 
 
 def load_config(path: Path) -> BackendConfig:
@@ -75,6 +72,8 @@ def load_config(path: Path) -> BackendConfig:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"no such file: {path}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder; a TOML file is wanted") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:

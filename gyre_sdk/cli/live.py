@@ -24,7 +24,7 @@ def reward_bars(rewards: list[float], bins: int = 10) -> str:
     """A histogram over [0, 1] as a line of block characters."""
     counts = [0] * bins
     for reward in rewards:
-        counts[min(bins - 1, max(0, int(reward * bins)))] += 1
+        counts[min(bins - 1, int(min(1.0, max(0.0, reward)) * bins))] += 1
     top = max(counts, default=0) or 1
     return "".join(_BARS[(count * (len(_BARS) - 1) + top - 1) // top] for count in counts)
 

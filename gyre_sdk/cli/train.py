@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -72,6 +74,8 @@ def train(
     settings = load_run_file(config)
     if resume and run_dir is None:
         raise ConfigError("--resume needs --run-dir: the run to go on with (`gyre runs ls` lists them)")
+    if not backend_url:
+        _refuse_what_the_backend_refuses(config)
     folder = make_run_dir(run_dir, "train")
     if (folder / "config.toml").exists() and not resume:
         raise ConfigError(f"{folder} holds a run already; give another --run-dir, or --resume to go on")
@@ -80,6 +84,14 @@ def train(
     trained = anyio.run(run_training, settings, config.resolve().parent, folder, backend_url, console)
     print_training(console, trained)
     return 0
+
+
+def _refuse_what_the_backend_refuses(config: Path) -> None:
+    """Before anything is recorded, and by the name of the user's own file; the backend itself reads the run's copy."""
+    check = [sys.executable, "-m", "gyre_backend.config", str(config)]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise ConfigError((done.stderr.strip().splitlines() or ["the backend can't be imported"])[-1])
 
 
 async def run_training(

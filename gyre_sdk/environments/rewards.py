@@ -8,6 +8,9 @@ from pathlib import Path
 
 from gyre_sdk.environments.sandbox.archive import read_regular
 
+MOST = 1e6
+"""The largest reward, either sign, that is taken for one: a group's mean and deviation must stay numbers."""
+
 
 class RewardMissing(Exception):
     """The verifier left no usable reward; the message says what was wrong. Not the policy's doing."""
@@ -47,8 +50,8 @@ def _from_text(data: bytes, name: str) -> dict[str, float]:
 def _finite(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RewardMissing(f"{where} is not a number")
-    if not math.isfinite(value):
-        raise RewardMissing(f"{where} is not finite")
+    if not abs(value) <= MOST:
+        raise RewardMissing(f"{where} is not a number between -{MOST:g} and {MOST:g}")
     return float(value)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pydantic
 
-from gyre_sdk.errors import ConfigError
-from gyre_sdk.harness.preset import first_problem
+from gyre_sdk.errors import ConfigError, explain_problems
 
 
 class SamplingConfig(pydantic.BaseModel):
@@ -63,6 +62,8 @@ def load_run_file(path: Path) -> RunFile:
         data: dict[str, Any] = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"no such file: {path}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder; a TOML file is wanted") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -70,4 +71,4 @@ def load_run_file(path: Path) -> RunFile:
     try:
         return RunFile.model_validate(data)
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}") from error
+        raise ConfigError(f"{path}: {explain_problems(RunFile, error.errors())}") from error

@@ -19,11 +19,10 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pydantic
 
-from gyre_sdk.errors import ConfigError
+from gyre_sdk.errors import ConfigError, explain_problems
 
 PRESETS = Path(__file__).parent / "presets"
 PLACEHOLDERS = frozenset({"base_url", "token", "model", "instruction", "deadline_s", "workdir", "config", "install"})
@@ -91,23 +90,7 @@ def load_preset(name_or_path: str) -> HarnessPreset:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}") from error
-
-
-def first_problem(error: pydantic.ValidationError) -> str:
-    """The validation problems as one line: every missing key, or the first problem of another kind and where it is."""
-    problems: list[Any] = error.errors()
-    missing = [_where(problem) for problem in problems if problem["type"] == "missing"]
-    if missing:
-        return f"{', '.join(missing)}: needed, but not given"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if problems[0]["type"] == "extra_forbidden":
-        return f"{_where(problems[0])}: no such setting{more}"
-    return f"{_where(problems[0])}: {problems[0]['msg']}{more}"
-
-
-def _where(problem: Any) -> str:
-    return ".".join(str(part) for part in problem["loc"]) or "file"
+        raise ConfigError(f"{path}: {explain_problems(HarnessPreset, error.errors())}") from error
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

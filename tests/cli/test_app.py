@@ -41,7 +41,7 @@ timeout_sec = "soon"
         (["run", "-t", "good", "-a", "nop", "--only", "other"], "no task 'other'"),
         (["train", "nosuch.toml"], "no such file: nosuch.toml"),
         (["train", "broken.toml"], "not valid TOML"),
-        (["train", "unknown.toml"], "run.bogus: no such setting"),
+        (["train", "unknown.toml"], "run.bogus: no such key"),
         (["graph", "nosuch"], "no execution 'nosuch'"),
         (["graph"], "no runs under"),
         (["wal", "verify", "nosuch"], "no WAL at nosuch"),

@@ -153,7 +153,7 @@ ROWS = [
         says="no number"),
     Row("a verifier that writes nothing into it", "completed", None, "verifier", grader=": > /logs/verifier/reward.txt", attempts=2),
     Row("a verifier that writes NaN", "completed", None, "verifier", grader="echo nan > /logs/verifier/reward.txt", attempts=2,
-        says="not finite"),
+        says="not a number between"),
     Row("a broken reward.json before a good reward.txt", "completed", None, "verifier",
         grader="echo 1 > /logs/verifier/reward.txt; echo { > /logs/verifier/reward.json", attempts=2, says="not JSON"),
     Row("a verifier that runs into its timeout", "completed", None, "verifier", grader="sleep 30",

@@ -35,7 +35,7 @@ def test_unknown_harness_names_the_known_ones() -> None:
     [
         ("name = 1 =", "not valid TOML"),
         ("", "name, dialect, command: needed, but not given"),
-        ('name = "x"\ndialect = "chat"\ncommand = ["a"]\ninstall = "i"\nbogus = 1', "bogus: no such setting"),
+        ('name = "x"\ndialect = "chat"\ncommand = ["a"]\ninstall = "i"\nbogus = 1', "bogus: no such key"),
         ('name = "x"\ndialect = "chat"\ninstall = "i"', "command: needed, but not given"),
         (
             'name = "x"\ndialect = "chat"\ninstall = "i"\ncommand = ["a", "{nosuch}"]',
