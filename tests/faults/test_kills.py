@@ -19,7 +19,7 @@ async def test_each_is_killed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("seed", [11, 12, 13, 14])
 async def test_fifty_kills(tmp_path: Path, seed: int) -> None:
     world = World(tmp_path, seed=seed)

@@ -85,7 +85,7 @@ def test_malformed_requests(tmp_path: Path, dialect: str, caplog: pytest.LogCapt
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("dialect", list(DIALECTS))
 def test_thousands_of_malformed_requests(tmp_path: Path, dialect: str, caplog: pytest.LogCaptureFixture) -> None:
     """2,600 of each dialect: over 10,000 together."""
