@@ -16,6 +16,7 @@ from gyre_sdk.cli.assembly import RunInfo, embedded_engine, make_agent, make_run
 from gyre_sdk.cli.gateway import open_gateway
 from gyre_sdk.cli.live import RunView
 from gyre_sdk.cli.report import print_report
+from gyre_sdk.cli.run_folder import checked_deadline, held, refuse_another_run, sampling_of
 from gyre_sdk.environments import load_tasks
 from gyre_sdk.environments.sandbox.choose import resolve
 from gyre_sdk.errors import ConfigError
@@ -82,31 +83,36 @@ def run(
     if group_size < 1:
         raise ConfigError(f"--group-size must be at least 1, not {group_size}")
     if resume and run_dir is None:
-        raise ConfigError("--resume needs --run-dir: the folder of the run to go on with")
+        raise ConfigError("--resume needs --run-dir: the run to go on with (`gyre runs ls` lists them)")
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, not {jobs}")
-    if resume and run_dir is None:
-        raise ConfigError("--resume needs --run-dir: the run to go on with (`gyre runs ls` lists them)")
     found = load_tasks(tasks, only=[name for name in only.split(",") if name] or None)
     agent = make_agent(harness, harness_install)
     anyio.run(resolve, sandbox)  # a machine without such sandboxes is told once, before anything is recorded
-    folder = make_run_dir(run_dir, "run")
-    plan = load_or_make_plan(folder, lambda: plan_groups(found, group_size), resume=resume)
-    settings = RunnerSettings(sandbox=sandbox, deadline_s=deadline)
-    sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
+    settings = RunnerSettings(sandbox=sandbox, deadline_s=checked_deadline(deadline))
+    sampling = sampling_of(temperature, max_new_tokens)
     model_dir = resolve_model(model, console) if agent.needs_model else None
     info = RunInfo("run", time.time(), model if model_dir else "", agent.name, [t.name for t in found], group_size)
-    info.write(folder)
+    folder = make_run_dir(run_dir, "run")
+    with held(folder):
+        if resume:
+            info = refuse_another_run(folder, info)
+        plan = load_or_make_plan(folder, lambda: plan_groups(found, group_size), resume=resume)
+        info.write(folder)
 
-    async def work() -> list[Finished]:
-        async with AsyncExitStack() as stack:
-            url = engine_url or ""
-            if model_dir is not None and not url:
-                with console.status("starting the engine"):
-                    url = await stack.enter_async_context(embedded_engine(model_dir, folder))
-            return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, url, console)
+        async def work() -> list[Finished]:
+            async with AsyncExitStack() as stack:
+                url = engine_url or ""
+                if model_dir is not None and not url:
+                    with console.status("starting the engine"):
+                        url = await stack.enter_async_context(embedded_engine(model_dir, folder))
+                return await _execute(folder, found, plan, agent, settings, sampling, jobs, model_dir, url, console)
 
-    finished = anyio.run(work)
+        try:
+            finished = anyio.run(work)
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command with --run-dir {folder} --resume goes on", soft_wrap=True)
+            raise
     print_report(console, folder, finished)
     return 0 if any(f.outcome.valid for f in finished) or not finished else 1
 

@@ -22,6 +22,7 @@ from gyre_sdk.cli.assembly import RunInfo, make_agent, make_run_dir, resolve_mod
 from gyre_sdk.cli.children import service
 from gyre_sdk.cli.gateway import open_gateway
 from gyre_sdk.cli.live import RunView
+from gyre_sdk.cli.run_folder import held
 from gyre_sdk.environments import load_tasks
 from gyre_sdk.errors import ConfigError
 from gyre_sdk.harness.backend_client import BackendClient, Order
@@ -77,11 +78,16 @@ def train(
     if not backend_url:
         _refuse_what_the_backend_refuses(config)
     folder = make_run_dir(run_dir, "train")
-    if (folder / "config.toml").exists() and not resume:
-        raise ConfigError(f"{folder} holds a run already; give another --run-dir, or --resume to go on")
-    if not resume:
-        shutil.copyfile(config, folder / "config.toml")
-    trained = anyio.run(run_training, settings, config.resolve().parent, folder, backend_url, console)
+    with held(folder):
+        if (folder / "config.toml").exists() and not resume:
+            raise ConfigError(f"{folder} holds a run already; give another --run-dir, or --resume to go on")
+        if not resume:
+            shutil.copyfile(config, folder / "config.toml")
+        try:
+            trained = anyio.run(run_training, settings, config.resolve().parent, folder, backend_url, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; gyre train {config} --run-dir {folder} --resume goes on", soft_wrap=True)
+            raise
     print_training(console, trained)
     return 0
 
