@@ -175,7 +175,14 @@ def _fsync_ms(folder: Path) -> float:
     return statistics.median(times) * 1e3
 
 
-COLUMNS: tuple[str, ...] = ("concurrency", "think_s", "overhead_ms_p50", "overhead_ms_p99", "calls_per_s", "cpu_ms_per_call")
+COLUMNS: tuple[str, ...] = (
+    "concurrency",
+    "think_s",
+    "overhead_ms_p50",
+    "overhead_ms_p99",
+    "calls_per_s",
+    "cpu_ms_per_call",
+)
 COLUMNS += ("late_over_early", "bytes_per_unique_token", "bytes_before", "fsync_ms_p50")
 
 
