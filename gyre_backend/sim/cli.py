@@ -22,7 +22,7 @@ from gyre_backend.sim import timeline
 from gyre_backend.sim.costs import Costs
 from gyre_backend.sim.forecast import MODES, Forecast, forecast_trace, hours
 from gyre_backend.sim.paper import ASSUMPTIONS, report
-from gyre_backend.sim.scenario import Scenario, load, parse
+from gyre_backend.sim.scenario import WARMUP, Scenario, load, parse
 from gyre_backend.sim.tuning import Summary, best, candidates, filling, summarize
 from gyre_sdk.errors import ConfigError
 
@@ -282,6 +282,8 @@ def forecast(
     costs = None
     if seconds_per_mtoken is not None:
         costs = Costs(train_s_per_token=seconds_per_mtoken / 1e6, reference_load=float(slots), load_scale=slots * 0.75)
+    if steps <= WARMUP:
+        raise ConfigError(f"--steps must be more than the {WARMUP} that warm up, not {steps}")
     with _progress() as progress:
         task = progress.add_task("reading the trace")
         result = forecast_trace(

@@ -28,6 +28,9 @@ from gyre_backend.sim.trace import recorded
 from gyre_backend.sim.workload import LogNormal, Mixture, Workload
 from gyre_sdk.errors import ConfigError
 
+WARMUP = 4
+"""Steps at the beginning of a run that are not counted, unless a scenario says otherwise."""
+
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but the scheduler."""
@@ -44,7 +47,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int = 8
     timeout_s: float = math.inf
     steps: int = 28
-    warmup: int = 4
+    warmup: int = WARMUP
     """Steps not counted. `steps - warmup` should be a multiple of every burst compared: bursts make steps
     unequal."""
     seeds: int = 3

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from gyre_backend.sim.workload import LogNormal, Recorded, Sample, fit_lognormal
-from gyre_sdk.errors import ConfigError
+from gyre_sdk.errors import ConfigError, CorruptRecordError
 from gyre_sdk.wire.files import WalReader
 from gyre_sdk.wire.records import Intent, Opened, Result, Sealed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,11 @@ def _number(where: str, raw: Mapping[str, Any], column: str) -> float | None:
 def _from_wals(folder: Path) -> Iterator[Row]:
     root = folder / "executions" if (folder / "executions").is_dir() else folder
     for path in sorted(root.glob("*/wal.gyre")):
-        row = _from_wal(path)
+        try:
+            row = _from_wal(path)
+        except CorruptRecordError as error:
+            log.warning("left out: %s", error)
+            continue
         if row is not None:
             yield row
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from gyre_sdk.cli.graph import find_target
+from gyre_sdk.errors import ConfigError
 from gyre_sdk.exporters import FORMATS
 from gyre_sdk.exporters import export as write
 from gyre_sdk.graph import BranchGraph
@@ -35,15 +36,24 @@ def export(
     log = find_target(target)
     logs = wal_paths(log) if log.is_dir() else [log]
 
+    console = Console()
+    unreadable: list[str] = []
+
     def graphs() -> Iterator[BranchGraph]:
         for path in logs:
-            yield load_graph(path, keep_bodies=True).graph
+            try:
+                yield load_graph(path, keep_bodies=True).graph
+            except ConfigError as error:
+                if len(logs) == 1:
+                    raise
+                unreadable.append(str(error))
 
-    console = Console()
     with console.status(f"exporting {len(logs)} executions"):
         files = write(to, graphs(), out)
     for file in files[:20]:
         console.print(str(file), highlight=False, markup=False, soft_wrap=True)
     if len(files) > 20:
         console.print(f"... and {len(files) - 20} more in {out}", markup=False)
-    return 0
+    for problem in unreadable:
+        console.print(f"left out: {problem}", style="yellow", markup=False, soft_wrap=True)
+    return 1 if unreadable else 0

@@ -42,7 +42,7 @@ class ExecutionSummary:
 
 def wal_paths(run_dir: Path) -> list[Path]:
     """The WALs of a run, by execution id."""
-    return sorted((run_dir / "executions").glob("*/wal.gyre"))
+    return sorted(path for path in (run_dir / "executions").glob("*/wal.gyre") if path.is_file())
 
 
 def summarise(path: Path) -> ExecutionSummary | None:

@@ -68,7 +68,11 @@ class WalReader:
         Each frame's payload stays valid. Raises CorruptRecordError (with the offset) for damage or a gap in
         the numbers.
         """
-        with self.path.open("rb") as file:
+        try:
+            opened = self.path.open("rb")
+        except (IsADirectoryError, PermissionError) as error:
+            raise CorruptRecordError(f"{self.path} can't be read: {error.strerror}", offset=0) from error
+        with opened as file:
             end = os.fstat(file.fileno()).st_size
             end = end if limit is None else min(end, limit)
             if self.offset == 0:
