@@ -231,7 +231,7 @@ async def test_sessions_stay_and_new_ones_spread() -> None:
 
 
 async def test_moved_calls_go_where_they_can_stay_longest() -> None:
-    engines = [Scripted(f"cell{n}", pace_s=0.003) for n in range(3)]
+    engines = [Scripted(f"cell{n}", pace_s=0.1) for n in range(3)]  # ten seconds to be looked at in, then fast
     async with world(*engines) as w:
         await w.add("cell0")
         call = asyncio.create_task(w.call(PROMPT, 100))
@@ -240,6 +240,7 @@ async def test_moved_calls_go_where_they_can_stay_longest() -> None:
         w.router.expect({"cell1": 100.0, "cell2": 10.0})
         await w.router.drain("cell0")
         await w.until(lambda: w.running("cell1") == 1)
+        w.engines["cell1"].pace_s = 0.001
         w.check(await call, PROMPT, 100)
 
 
