@@ -213,7 +213,7 @@ async def _recorded(gateway: Gateway, spec: object) -> AsyncIterator[Session]:
         outcome = opened.outcome or Outcome(status="completed")
     except asyncio.CancelledError:
         raise
-    except Exception as error:
+    except Exception as error:  # cleans up and raises again
         failed = Outcome(status="harness_error", failure="agent", message=f"{type(error).__name__}: {error}"[:500])
         outcome = opened.outcome or failed
         raise

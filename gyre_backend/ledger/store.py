@@ -332,7 +332,7 @@ class Ledger:
             except sqlite3.Error as error:
                 self._roll_back()
                 raise LedgerError(f"the ledger {self.path.name} refused a write: {error}") from error
-            except BaseException:
+            except BaseException:  # cleans up and raises again
                 self._roll_back()
                 raise
 

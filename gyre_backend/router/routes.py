@@ -58,7 +58,7 @@ class RouterRoutes:
             first = await _next(relay, gone)
             while not body.get("stream") and isinstance(first, dict) and first["meta_info"]["finish_reason"] is None:
                 first = await _next(relay, gone)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             await _hang_up(relay, task)
             raise
         finally:

@@ -133,7 +133,7 @@ class Ranks:
             for rank in range(world):
                 self._start(rank)
             self.call("build", replica, setup, timeout=start_timeout)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             self.close(grace=0.0)
             raise
 
@@ -166,7 +166,7 @@ class Ranks:
             for rank, link in enumerate(self._links):
                 tell(link, (op, (*args, each[rank]) if each is not None else args))
             return self._answers(op, timeout)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             self.close(grace=0.0)
             raise
 

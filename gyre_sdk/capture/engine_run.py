@@ -116,7 +116,7 @@ class EngineRun:
                     call.tell()
                 else:
                     completion = event
-        except BaseException as error:
+        except BaseException as error:  # cleans up and raises again
             if completion is None and not isinstance(error, EngineError):
                 with anyio.CancelScope(shield=True):
                     await self._client.abort(request.rid)

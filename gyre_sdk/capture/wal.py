@@ -94,7 +94,7 @@ class Wal:
         except OSError as error:
             os.close(file)
             raise _storage_error(path, error) from error
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             os.close(file)
             raise
         return cls(path, flusher, file, report.frames, report.good_bytes, b""), report

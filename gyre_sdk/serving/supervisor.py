@@ -109,7 +109,7 @@ class GatewayProcess:
         self._first = msgspec.structs.replace(self._first, listener=self._listener.fileno())
         try:
             self.recovered = await self._start(self._first)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             with anyio.CancelScope(shield=True):
                 await self._end()
             self._listener.close()

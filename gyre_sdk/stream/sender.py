@@ -268,7 +268,7 @@ class FrameSender:
             end = tail.reader.next_seq
             try:
                 want = await self._post(tail, first, body)
-            except BaseException:
+            except BaseException:  # cleans up and raises again
                 # Read but not acknowledged: still to be sent.
                 tail.reader.offset, tail.reader.next_seq, tail.sealed = offset, first, False
                 raise

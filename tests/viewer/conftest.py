@@ -11,6 +11,9 @@ import pytest
 
 from benchmarks.viewer_runs import make_run, training_files
 from gyre_sdk.viewer.server import Viewer
+from tests.viewer.browsing import browser, page, serve
+
+__all__ = ["browser", "page", "serve"]  # fixtures, used by name
 
 EDGES = "0123456789ab"
 """The execution with every kind of edge."""

@@ -117,7 +117,7 @@ class LocalRuntime:
             async with asyncio.timeout(timeout_s):
                 process = await self._launch(spec, log)
                 ready = await read_ready(process)
-        except BaseException as error:
+        except BaseException as error:  # cleans up and raises again
             if process is not None:
                 _kill_session(process.pid)
                 await asyncio.shield(reaped(process, self._zygote))

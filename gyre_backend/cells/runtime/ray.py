@@ -165,7 +165,7 @@ class RayRuntime:
             )
             encoded = msgspec.json.encode(spec)
             ready = await asyncio.wait_for(actor.start.remote(encoded, timeout_s), timeout_s + 30.0)
-        except BaseException as error:
+        except BaseException as error:  # cleans up and raises again
             if actor is not None:
                 ray.kill(actor, no_restart=True)
             ray.util.remove_placement_group(group)

@@ -187,7 +187,7 @@ class Zygote:
             await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout_r, "rb", buffering=0, closefd=True)
             )
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             os.close(stdin_w)
             with contextlib.suppress(OSError):
                 os.close(stdout_r)
@@ -227,7 +227,7 @@ class Zygote:
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=ours.dup())
             line = await reader.readline()
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             self.kill()
             raise
         if not line:

@@ -108,7 +108,7 @@ class ContainerSandbox(Sandbox):
                 map(shlex.quote, (self.spec.workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"))
             )
             await self._call(["exec", "-u", "0", self.name, "mkdir", "-p", *shlex.split(folders)])
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             await self.stop()
             raise
 

@@ -70,7 +70,7 @@ def _template(disk_mb: int) -> Path:
         options = ["-b", "4096", "-O", "^has_journal", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"]
         subprocess.run(["mkfs.ext4", "-q", "-F", *options, name], check=True, capture_output=True, timeout=120)
         Path(name).rename(final)
-    except BaseException:
+    except BaseException:  # cleans up and raises again
         Path(name).unlink()
         raise
     return final

@@ -77,7 +77,7 @@ class NamespaceSandbox(Sandbox):
         except OSError as error:
             await self.stop()
             raise SandboxError(f"sandbox ({self.backend}): {error}") from error
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             await self.stop()
             raise
 
@@ -178,7 +178,7 @@ class NamespaceSandbox(Sandbox):
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return await self._live().run("exec", fds=[null, out.write_end, err.write_end], **fields)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             out.close()
             err.close()
             raise
@@ -221,7 +221,7 @@ class NamespaceSandbox(Sandbox):
                 "put", fds=[read_end, problem.write_end], target=folder, fresh=fresh and source.is_dir(),
                 file_size_mb=self.spec.limits.disk_mb,
             )  # fmt: skip
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             os.close(write_end)
             problem.close()
             raise
@@ -246,7 +246,7 @@ class NamespaceSandbox(Sandbox):
         problem = Drain()
         try:
             _, ended = await self._live().run("get", fds=[write_end, problem.write_end], source=source)
-        except BaseException:
+        except BaseException:  # cleans up and raises again
             os.close(read_end)
             problem.close()
             raise
